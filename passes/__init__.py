@@ -59,7 +59,7 @@ class Pass(NamedTuple):
 
     run: Callable[[fx.Graph, Compilation], None]
     needed: Callable[[fx.Graph, Compilation], bool] = lambda graph, compilation: True
-    wants: Callable[[Sequence[Foreseen], Known], int] = lambda foreseen, known: 0  # how many inputs it may take
+    wants: Callable[[Callable[[], Sequence[Foreseen]], Known], int] = lambda foreseen, known: 0  # inputs, see foresee
     again: str = ""  # the name of a second run
     reads: Callable[[], Any] = lambda: None  # the part of the process that decides, too: it is in the cache key
 

@@ -90,11 +90,11 @@ def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
     return compilation.known.settings.accumulate_wgrad and not compilation.known.subgraph
 
 
-def wanted_gradients(foreseen: Sequence[Foreseen], known: Known) -> int:
+def wanted_gradients(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
     """One for each parameter whose wgrad is quantized."""
     if not known.settings.accumulate_wgrad or not known.training:
         return 0
-    return len({each.site.parameter for each in foreseen if each.used("wgrad")} - {None})
+    return len({each.site.parameter for each in foreseen() if each.used("wgrad")} - {None})
 
 
 def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:

@@ -28,7 +28,6 @@ from fp8graph.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from fp8graph.recipes.autocast import DISABLED
 from fp8graph.recipes.rules import Resolution
 
 # By the weight's kind of scaling: the recipe whose weights are stored so. No epsilon, no rounding to powers of two: the
@@ -70,21 +69,21 @@ def as_stored(resolution: Resolution, stored: fx.Node, *, flipped: bool = False)
 
     ``flipped``: it is stored [K, N], see :class:`OperandView`.
     """
-    switched_off = resolution.source in ("default", DISABLED) and not any(resolution.recipes.values())
-    if resolution.by_user or switched_off:
+    if resolution.by_user or resolution.switches_off:
         return None
-    given = named_arguments(stored)
+    given, rule = named_arguments(stored), resolution.rule
     if given["activations"] == "none":
-        return Resolution(dict.fromkeys(GEMMS), source="the checkpoint quantizes weights only: they are dequantized")
+        source = "the checkpoint quantizes weights only: they are dequantized"
+        return Resolution(dict.fromkeys(GEMMS), source=source, rule=rule)
     if given["activations"] == "static" and value(given["data"]).ndim == 3:
-        return Resolution(dict.fromkeys(GEMMS), source=_STATIC_EXPERTS)
+        return Resolution(dict.fromkeys(GEMMS), source=_STATIC_EXPERTS, rule=rule)
     if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
-        return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
+        return Resolution(dict.fromkeys(GEMMS), source=_STATIC, rule=rule)
     recipe, recipes = recipe_of(stored, flipped=flipped), dict[GemmName, Recipe | None]()
     for gemm, asked in resolution.recipes.items():
         override = asked.backward_override if asked is not None else None
         recipes[gemm] = dataclasses.replace(recipe, backward_override=override) if override is not None else recipe
-    return Resolution(recipes, source=f"weight stored in {_described(given)}")
+    return Resolution(recipes, source=f"weight stored in {_described(given)}", rule=rule)
 
 
 def recipe_of(stored: fx.Node, *, flipped: bool = False) -> Recipe:

@@ -17,9 +17,8 @@ from typing import Any, Final
 from torch import Tensor, fx, nn
 
 from fp8graph.backend.backend import Backend
-from fp8graph.backend.compiling import Variants
+from fp8graph.backend.compiled_graph import CompiledGraph, Variants
 from fp8graph.backend.dynamo_graph import DynamoGraph
-from fp8graph.backend.program import Program
 from fp8graph.compat import dynamo, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import life, remember_modules
@@ -165,38 +164,38 @@ class ModelBackends:
 
 
 class SharedGraph:
-    """One Dynamo graph, as the programs of the models that run it. They share compiled code, and nothing else."""
+    """One Dynamo graph, compiled for each of the models that run it. They share the code, and nothing else."""
 
     def __init__(self, backends: ModelBackends, graph: DynamoGraph, example_inputs: Sequence[Any]) -> None:
         self._backends, self._graph = backends, graph
         self._first = graph.positions[0] if graph.positions else None
-        self._programs: dict[int, tuple[Backend, Program]] = {}  # by the id of the first parameter; 0: without any
-        self._variants: Variants = {}
+        self._graphs: dict[int, tuple[Backend, CompiledGraph]] = {}  # by the id of the first parameter; 0: without any
+        self._variants: Variants = []
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._find(example_inputs, compiling=True)
 
     def __call__(self, *args: Any) -> Any:
-        found = self._programs.get(0 if self._first is None else id(args[self._first]))
-        _, program = found or self._find(args)
-        return program(*args)
+        found = self._graphs.get(0 if self._first is None else id(args[self._first]))
+        _, compiled = found or self._find(args)
+        return compiled(*args)
 
-    def _find(self, args: Sequence[Any], *, compiling: bool = False) -> tuple[Backend, Program]:
-        """The backend and the program of the model that ``args`` belong to."""
+    def _find(self, args: Sequence[Any], *, compiling: bool = False) -> tuple[Backend, CompiledGraph]:
+        """The backend and the compiled graph of the model that ``args`` belong to."""
         parameter = None if self._first is None else args[self._first]
         backend = self._backends.of_call(parameter)
-        program = next((known for other, known in self._programs.values() if other is backend), None)
-        if program is None:
-            program = backend.program(self._graph, args if compiling else None, self._variants)
+        compiled = next((each for other, each in self._graphs.values() if other is backend), None)
+        if compiled is None:
+            compiled = backend.compiled(self._graph, args if compiling else None, self._variants)
         key, this = 0 if parameter is None else id(parameter), weakref.ref(self)
 
         def forget(_: Any) -> None:
             if (graph := this()) is not None:
-                graph._programs.pop(key, None)
+                graph._graphs.pop(key, None)
                 graph._alive.pop(key, None)
 
         if parameter is not None:
             self._alive[key] = weakref.ref(life(parameter), forget)
-        return self._programs.setdefault(key, (backend, program))
+        return self._graphs.setdefault(key, (backend, compiled))
 
 
 def _contains(model: nn.Module, parameter: Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from torch import fx
 
-from fp8graph.backend.compiling import Shared, Variants
+from fp8graph.backend.compiled_graph import CompiledGraph, CompiledGraphs, Variants
 from fp8graph.backend.coverage import (
     EagerFrames,
     adopt_in_time,
@@ -22,12 +24,18 @@ from fp8graph.backend.coverage import (
     check_rules,
     note_dequantized,
 )
-from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
-from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
-from fp8graph.backend.program import Program, Programs
+from fp8graph.backend.dynamo_graph import DynamoGraph, Situation, class_name
+from fp8graph.backend.inductor_passes import (
+    Stopwatch,
+    compile_backward,
+    compile_dialect,
+    run_eagerly,
+    source_hash,
+)
 from fp8graph.compat import dynamo
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, choices
+from fp8graph.passes import STORES
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import current_region
 from fp8graph.recipes.policy import Policy
@@ -85,19 +93,20 @@ class Backend:
             known = ("policy", "recipe", "observe", "guard", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
+        self.stopwatch: Final = Stopwatch()
         epoch, policies, steps = Epoch(), Policies(self.settings.hardware), WeightUpdates()
-        self._shared: Final = Shared(
+        self.services: Final = Services(
             settings=self.settings,
             epoch=epoch,
             names=Names(epoch),
             policies=policies,
-            schedule=Schedule(policies, epoch, steps),
+            schedule=Schedule(policies, steps),
             steps=steps,
             groups=RankGroups(),
-            compile=self.compile_weights,
-            generator=self,
+            compile=functools.partial(_compile_weights, self.settings),
+            kinds=STORES,
         )
-        self.programs: Final = Programs()
+        self.programs: Final = CompiledGraphs()
         self._eager_frames: Final = EagerFrames(self)
         self.runs = False  # a graph was called
         self._checked = False  # all graphs of a step were
@@ -117,62 +126,54 @@ class Backend:
     @property
     def policy(self) -> Policy:
         """The policy in force now."""
-        return self._shared.policies.current
+        return self.services.policies.current
 
     @property
     def names(self) -> Names:
         """The names of the parameters of bound models."""
-        return self._shared.names
+        return self.services.names
 
     @property
     def steps(self) -> WeightUpdates:
         """The updates of parameters that it knows of."""
-        return self._shared.steps
+        return self.services.steps
 
     @property
     def weights(self) -> Any:
         """The store of FP8 copies of weights: their ``bytes``, and how many it has ``quantized`` so far."""
-        return self._shared.stores["weights"]
-
-    @property
-    def services(self) -> Services:
-        """The parts that stores use, and the stores."""
-        return self._shared
+        return self.services.stores["weights"]
 
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
-        return self._shared.store(kind)
+        return self.services.store(kind)
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
         """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
         return run_eagerly if self.settings.compiler == "eager" else None
 
-    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """A function that quantizes weights. A CPU runs the reference: it has no launches to save."""
-        on_cpu = all(x.device.type == "cpu" for x in inputs)
-        return module if on_cpu or self.settings.compiler == "eager" else compile_dialect(module, inputs, self.settings)
-
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         if dynamo.compiles_backward():
             return compile_backward(module, example_inputs, self.settings, self.inner_compile)
-        return self.program(DynamoGraph(module, example_inputs), example_inputs)
+        return self.compiled(DynamoGraph(module, example_inputs), example_inputs)
 
-    def program(self, graph: DynamoGraph, inputs: Sequence[Any] | None, variants: Variants | None = None) -> Program:
-        """See :class:`Program`."""
+    def compiled(
+        self, graph: DynamoGraph, inputs: Sequence[Any] | None, variants: Variants | None = None
+    ) -> CompiledGraph:
+        """See :class:`CompiledGraph`."""
         self._eager_frames.compiled(graph.frame)
-        self._shared.groups.look()
+        self.services.groups.look()
         self._agree(graph)
-        for model, compiled in dynamo.modules_of_frame():
+        for model, is_compiled in dynamo.modules_of_frame():
             adopt_in_time(self, model)
             check_read(self, model)
-            self._shared.steps.adapters.watch(model, compiled=compiled)
+            self.services.steps.adapters.watch(model, compiled=is_compiled)
         check_quantized_once(self, graph.layers().items())
         note_dequantized(self, graph.quantized_weights(inputs or ()))
-        program = Program(self._shared, graph, inputs, variants)
-        self.programs.add(program)
-        return program
+        compiled = CompiledGraph(self, graph, inputs, variants)
+        self.programs.add(compiled)
+        return compiled
 
     def _agree(self, graph: DynamoGraph) -> None:
         """Compare policy and settings with those of the other ranks, once for training and once for inference.
@@ -185,9 +186,18 @@ class Backend:
         if kind in self._agreed or not (graph.gradients or graph.spread):
             return
         self._agreed.add(kind)
-        recipes = graph.recipes(self.policy, current_region())
-        waits = graph.spread or any(recipe.reduces_amax for recipe in recipes)
-        self._shared.groups.compare(self._shared.decides(training=graph.gradients), kind, waits=waits)
+        situation = Situation(self.services.policies.now, current_region(), None, ())
+        waits = graph.spread or graph.decisions(situation, self.settings).reduces_amaxes
+        self.services.groups.compare(self.decides(training=graph.gradients), kind, waits=waits)
+
+    def decides(self, *, training: bool) -> str:
+        """All that decides about the rewriting of graphs, line by line, for a comparison with other ranks."""
+        services, lines = self.services, [*self.services.policies.lines()]
+        if services.schedule.runs and training:
+            lines.append(f"step {services.schedule.step()}")
+        lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
+        lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
+        return re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
@@ -196,8 +206,7 @@ class Backend:
         ``policy.at_step(step)``. A policy with a schedule advances by itself, with the steps of optimizers. Graphs keep
         their code for the last four policies that they ran under: going back to one of these compiles nothing.
         """
-        self._shared.policies.set(policy, recipe)
-        self._shared.epoch.advance()
+        self.services.policies.set(policy, recipe)
 
     def bind(self, model: torch.nn.Module, *, name: str = "") -> None:
         """Learn the full names of ``model``'s parameters, by identity.
@@ -212,9 +221,9 @@ class Backend:
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         check_read(self, model)
         self.names.bind(model, name)
-        for store in self._shared.stores.values():
+        for store in self.services.stores.values():
             store.rename(self.names)
-        self._shared.steps.adapters.watch(model)
+        self.services.steps.adapters.watch(model)
 
     def state_dict(self) -> BackendState:
         """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
@@ -228,7 +237,7 @@ class Backend:
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
         """
-        shared, stores = self._shared, self._shared.stores.values()
+        shared, stores = self.services, self.services.stores.values()
         of_stage, others = (
             {name: x for store in stores if store.of_stage is kind for name, x in store.entries().items()}
             for kind in (True, False)
@@ -248,8 +257,8 @@ class Backend:
             StateError: the state has another version or is truncated, a scale is not finite and positive, or a layer
                 that is already compiled is missing. The message says which; the old state is then intact.
         """
-        loader(state_dict, self._shared.keepers)()
-        self._shared.steps.refresh()  # their scales have changed
+        loader(state_dict, self.services.keepers)()
+        self.services.steps.refresh()  # their scales have changed
 
     def check_layers(self) -> None:
         """Raise for globs of :meth:`observe` and :meth:`guard` that match no layer of the bound models.
@@ -257,7 +266,7 @@ class Backend:
         Raises:
             ConfigError: names the glob.
         """
-        for store in self._shared.stores.values():
+        for store in self.services.stores.values():
             store.check_layers(self)
 
     def start(self, name: str, **arguments: Any) -> Any:
@@ -266,12 +275,12 @@ class Backend:
         Raises:
             ConfigError: there is no such entry.
         """
-        if (store := self._shared.stores.get(name)) is None:
+        if (store := self.services.stores.get(name)) is None:
             raise ConfigError(f"{name}: this build of fp8graph has no pass for it. Install it whole.")
         return store.start(self, arguments)
 
     def _started(self, name: str) -> Sequence[Any]:
-        store = self._shared.stores.get(name)
+        store = self.services.stores.get(name)
         return () if store is None else store.started
 
     @property
@@ -363,20 +372,20 @@ class Backend:
     @property
     def pass_seconds(self) -> float:
         """Time in fp8graph's own passes so far."""
-        return self._shared.stopwatch.seconds
+        return self.stopwatch.seconds
 
     @property
     def report(self) -> Report:
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
         of_stores: dict[str, Any] = {}
-        for store in self._shared.stores.values():
+        for store in self.services.stores.values():
             for field, found in store.report().items():
                 of_stores[field] = of_stores[field] + found if field in of_stores else found
         return Report(
             graphs=self.programs.views(),
             forgotten=self.programs.forgotten,
             policy=self.policy,
-            identities=self._shared.policies.identities(),
+            identities=self.services.policies.identities(),
             eager_frames=self._eager_frames.texts(),
             skipped_frames=dynamo.skipped_frames(self._eager_frames.created),
             **self.names.in_no_graph(),
@@ -405,9 +414,7 @@ class Backend:
     def arguments(self) -> dict[str, Any]:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
-        policies = self._shared.policies
-        asked = policies.scheduled or policies.asked  # GPU and family decide again where it is loaded
-        return {"policy": asked, **settings}
+        return {"policy": self.services.policies.whole, **settings}  # GPU and family decide again where it is loaded
 
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use.
@@ -417,7 +424,7 @@ class Backend:
         64 calls. With ``cache_weights="update"``, call it after each write that is neither a step of an optimizer nor
         in place.
         """
-        self._shared.steps.refresh()
+        self.services.steps.refresh()
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this: the compiled code is then gone, and Dynamo counts frames anew."""
@@ -435,6 +442,12 @@ class Backend:
         """Pickle the settings and the scaling state with the model, which is compiled again where it is loaded."""
         # as bytes: torch sends tensors to a process that it starts by their memory, which would be gone by then
         return _restored, (self.arguments(), pickle.dumps(self.state_dict()))
+
+
+def _compile_weights(settings: Settings, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Return a function that quantizes weights. A CPU runs the reference: it has no launches to save."""
+    on_cpu = all(x.device.type == "cpu" for x in inputs)
+    return module if on_cpu or settings.compiler == "eager" else compile_dialect(module, inputs, settings)
 
 
 def _restored(arguments: dict[str, Any], state: bytes) -> Backend:

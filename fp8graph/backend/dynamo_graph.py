@@ -1,9 +1,8 @@
-"""A graph from Dynamo and its inputs, from which all its variants are compiled, and the situation of a call."""
+"""A graph from Dynamo and its inputs, from which all its variants are compiled, and what decides about it in a call."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -15,15 +14,13 @@ from torch import fx
 from fp8graph.compat import distributed, dynamo, fakes, fsdp, lives
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.compilation import Condition
-from fp8graph.ir.naming import Parameter, split_source
+from fp8graph.ir.decisions import Condition, Decisions, Stacks, stacks_of
+from fp8graph.ir.naming import Parameter, possible_names, split_source
+from fp8graph.ir.settings import Settings
 from fp8graph.models.general import families_of
 from fp8graph.passes import STORES
-from fp8graph.recipes import Recipe
-from fp8graph.recipes.autocast import REGION_KEY, region_recipe
-from fp8graph.recipes.policy import Policy
-from fp8graph.recipes.rules import INHERIT
-from fp8graph.runtime.policies import InForce
+from fp8graph.recipes.autocast import REGION_KEY, Region, region_of
+from fp8graph.runtime.policies import ResolvedPolicy
 from fp8graph.runtime.stores import accelerator_of
 
 
@@ -53,6 +50,14 @@ class DynamoGraph:
         self.fake_inputs = [
             fakes.fake_input(node, x, self.context) for node, x in zip(placeholders, example_inputs, strict=True)
         ]
+        self.regions = regions_in(module)
+        self._stacks = stacks_of(
+            name
+            for index, source in self._parameters.items()
+            if example_inputs[index].ndim > 1
+            for root, path in [split_source(source)]
+            for name in (path, f"{root}.{path}")
+        )
         self.families = tuple(families_of([*_called_classes(), *module_classes(module)]))
         self.device = accelerator_of(example_inputs)
 
@@ -106,32 +111,44 @@ class DynamoGraph:
             if held and not (held[0].is_floating_point or held[0] == torch.bool):
                 yield split_source(source)[1].rpartition(".")[0], type(inputs[index]).__name__, held[0]
 
-    @functools.cached_property
-    def regions(self) -> frozenset[Any]:
-        """The autocast regions inside the graph; None is among them if some of its nodes are in no region."""
-        custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
-        return frozenset(values.get(REGION_KEY) for values in custom)
-
     @property
     def spread(self) -> bool:
         """Whether its calls run collectives, with those of other ranks: the graph has some, or parameters in shards."""
         return self._sharded or any("c10d" in str(node.target) for node in self.module.graph.nodes)
 
-    def recipes(self, policy: Policy, region: str | Recipe | None) -> frozenset[Recipe]:
-        """Every recipe that may apply to a GEMM of this graph, in a call under ``region``."""
-        found: set[Recipe] = set(policy.recipes())
-        for each in (region, *self.regions):
-            with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error, and says where
-                recipe = region_recipe(each)
-                if isinstance(recipe, Recipe):
-                    found.add(recipe)
-        return frozenset(found)
+    def decisions(
+        self, situation: Situation, settings: Settings, names: Sequence[str] = (), stacks: Stacks = frozenset()
+    ) -> Decisions:
+        """Return all that decides about this graph in ``situation``, with parameters called ``names``.
+
+        Args:
+            stacks: of the models that these are bound in; without names, those of the graph itself count.
+        """
+        policy, _ = situation.policy.of(self.families)
+        return Decisions(
+            policy=policy,
+            settings=settings,
+            region=situation.region,
+            regions=self.regions,
+            stacks=stacks if any(names) else self._stacks,
+            amax_group=situation.amax_group,
+            conditions=situation.conditions,
+        )
+
+    def possible_names(self, names: Sequence[str]) -> list[str]:
+        """Every name that a site may have, if the parameters are called ``names``."""
+        stacks = (node.meta.get("nn_module_stack") or {} for node in self.module.graph.nodes)
+        modules = dict.fromkeys(split_source(path) for stack in stacks for path, _ in stack.values())
+        return possible_names(self.parameters(names).values(), modules)
+
+    @functools.cached_property
+    def has_subgraphs(self) -> bool:
+        """Whether a higher-order op has a graph of its own, whose sites keep the names that they were compiled with."""
+        return any(isinstance(child, fx.GraphModule) for child in self.module.children())
 
     def identity(self) -> str:
-        """The properties that decide how this graph is rewritten, beside its code: modules, regions, parameters."""
+        """The properties that decide how this graph is rewritten, beside its code: modules, parameters."""
         digest = hashlib.sha256()
-        regions = sorted(str(region) for region in self.regions if region is not None)
-        digest.update(repr([(region, region_text(region)) for region in regions]).encode())
         digest.update(repr((self._parameters, sorted(self.gathered))).encode())
         digest.update(repr(self.facts).encode())
         for node in self.module.graph.nodes:
@@ -160,24 +177,29 @@ def module_classes(module: fx.GraphModule) -> Iterator[Any]:
             yield owner
 
 
-class Moment(NamedTuple):
-    """The part of a situation that the time of a call decides. A forward is repeated as it was the first time."""
+def regions_in(module: fx.GraphModule) -> dict[Any, Region | Fp8GraphError]:
+    """The autocast regions in a graph, by their text, with the recipes that their names have now."""
+    regions: dict[Any, Region | Fp8GraphError] = {}
+    for node in module.graph.nodes:
+        given = (node.meta.get("custom") or {}).get(REGION_KEY)
+        if given is not None and given not in regions:
+            try:
+                regions[given] = region_of(given)
+            except Fp8GraphError as error:  # the pass `assign` raises it, and says where
+                regions[given] = error
+    return regions
 
-    region: str | Recipe | None
-    amax_group: str | None
-    in_force: InForce
-    conditions: tuple[Condition, ...]
 
+class Situation(NamedTuple):
+    """Everything beside the graph, and the names of its parameters, that decides about a call: objects made before it.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Situation:
-    """Everything outside the graph, but for names, that decides how it is rewritten."""
+    A forward that activation checkpointing repeats has the situation of its first time.
+    """
 
-    policy: str
-    region: str | Recipe | None
+    policy: ResolvedPolicy
+    region: Region | None  # around the call
     amax_group: str | None  # process group of the amax reduction
-    conditions: tuple[Condition, ...] = ()  # what stores say of the call
-    in_force: InForce = dataclasses.field(repr=False, compare=False)  # what ``policy`` is the identity of
+    conditions: tuple[Condition, ...]  # what stores say of the call; the last field, see ``Recomputations``
 
     @property
     def passes(self) -> bool:
@@ -186,14 +208,8 @@ class Situation:
 
     def without(self, *, passing: bool) -> Situation:
         """The same situation without the conditions that pass, or without those that last."""
-        kept = tuple(each for each in self.conditions if each.passes != passing)
-        return dataclasses.replace(self, conditions=kept)
+        return self._replace(conditions=tuple(each for each in self.conditions if each.passes != passing))
 
-
-def region_text(region: Any) -> str:
-    """A region's present meaning: a recipe that is registered again under its name is another recipe."""
-    try:
-        recipe = region_recipe(region)
-    except Fp8GraphError:
-        return "unknown"  # the pass `assign` raises this error, and says where
-    return "policy" if recipe is INHERIT else repr(recipe)
+    def under(self, *conditions: Condition) -> Situation:
+        """The same situation under more conditions."""
+        return self._replace(conditions=(*self.conditions, *conditions)) if conditions else self

@@ -25,7 +25,7 @@ from torch import nn
 
 from fp8graph.backend import coverage
 from fp8graph.backend.backend import Backend, PolicyLike
-from fp8graph.backend.program import programs_of
+from fp8graph.backend.compiled_graph import graphs_of
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError, expect
@@ -86,7 +86,7 @@ def find_backend(compiled: Any) -> Backend | None:
 
 def _that_calls(model: nn.Module) -> Backend | None:
     """The backend of code that was called with parameters of ``model``; those of fp8graph's own tools do not count."""
-    backends = dict.fromkeys(program.backend for program in programs_of(model.parameters()))
+    backends = dict.fromkeys(graph.backend for graph in graphs_of(model.parameters()))
     found = [backend for backend in backends if type(backend) is Backend]
     if len(found) > 1:
         raise ConfigError(
@@ -322,7 +322,7 @@ class _NotCalled:
         own = {id(life(parameter)) for parameter in model.parameters()}
         if not any(id(life(parameter)) in own for parameter in _updated(optimizer)):
             return False
-        if not programs_of(model.parameters()):  # of a function, compiled with another backend
+        if not graphs_of(model.parameters()):  # of a function, compiled with another backend
             coverage.say_once(backend, _NOT_CALLED % (type(model).__name__, type(optimizer).__name__))
         return True
 

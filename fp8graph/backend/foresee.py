@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
@@ -19,7 +20,7 @@ from fp8graph.ir.compilation import Known
 from fp8graph.ir.naming import Parameter, names_of, place_of
 from fp8graph.ir.sites import Foreseen, Site
 from fp8graph.passes import JOINT_PIPELINE
-from fp8graph.passes.assign import resolve
+from fp8graph.recipes import GemmName, Recipe
 from fp8graph.recipes.autocast import REGION_KEY
 from fp8graph.recipes.rules import Op
 
@@ -34,8 +35,8 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
     """The number of tensors beside Dynamo's own that ``module`` may take, as each pass estimates for its own."""
     if known.subgraph:
         return 0
-    known = dataclasses.replace(known, training=training)
-    foreseen, count = _foresee(module, known), 0
+    known, count = dataclasses.replace(known, training=training), 0
+    foreseen = functools.cache(lambda: _foresee(module, known))  # most graphs take none, and no pass looks
     for entry in JOINT_PIPELINE:
         with contextlib.suppress(Fp8GraphError):  # of a recipe's quantizer: the pass asks it again, if it needs it
             count += entry.wants(foreseen, known)
@@ -53,9 +54,11 @@ def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
     foreseen: list[Foreseen] = []
     for (node, weight, site), (site.fqn, site.index) in zip(found, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
-            recipes = dict(resolve(site, known).recipes)
-            for gemm, recipe in resolve(site, known).recipes.items():
-                recipes[gemm] = recipe if recipe is not None and recipe.covers(gemm) else None
+            resolution = known.decisions.of(site)
+            recipes: dict[GemmName, Recipe | None] = {
+                gemm: recipe if recipe is not None and recipe.covers(gemm) else None
+                for gemm, recipe in resolution.recipes.items()
+            }
             kin = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
             device = known.settings.hardware or hardware.of_device(_device(weight))
             foreseen.append(Foreseen(site=site, recipes=recipes, hardware=device, kin=kin, rows=_rows(weight)))

@@ -102,7 +102,7 @@ class _Pass(CustomGraphPass):
         self, identity: str | None, first: GraphPass | Sequence[GraphPass] | None, stopwatch: Stopwatch | None = None
     ) -> None:
         self._identity = identity
-        self._stopwatch = stopwatch or Stopwatch()
+        self.stopwatch = stopwatch or Stopwatch()
         self._first = [first] if callable(first) else list(first or ())
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -158,7 +158,7 @@ class JointPass(_Pass):
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
-        with self._stopwatch():
+        with self.stopwatch():
             if not any(DECIDED_KEY in node.meta for node in graph.nodes):
                 _spell_out_dropout(graph)
                 self._rewrite(graph)
@@ -183,7 +183,7 @@ class JointPass(_Pass):
             run = functools.partial(each.run, graph, compilation)
             _run(graph, each.name, run, hardware_of=compilation.hardware_of, sites=compilation.sites)
             if self._check is not None and len(compilation.rows) > rows:
-                self._check(compilation.rows[rows:])
+                self._check([compilation.explain(row) for row in compilation.rows[rows:]])
             texts[each.name] = text(graph)
             add_origins(self.origins, graph)
         self.records = (*(self.records or ()), *(row for row in compilation.rows if isinstance(row, GemmRecord)))
@@ -220,8 +220,8 @@ class JointPass(_Pass):
                 found[each.name] = "\n\n".join(current)
         return found
 
-    def view(self, name: str, policy: str) -> GraphView:
-        """The findings as the report has them: of the graph called ``name``, compiled with a policy, as text."""
+    def view(self, name: str) -> GraphView:
+        """The findings in the graph called ``name``, without sources in their reasons and without a policy."""
         stages = self.stages
         return GraphView(
             name=name,
@@ -236,7 +236,7 @@ class JointPass(_Pass):
             stages=stages,
             origins=self.origins,
             saved=self.saved,
-            policy=policy,
+            policy="",
         )
 
     def noting_saved(
@@ -281,7 +281,7 @@ class LowerPass(_Pass):
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
-        with self._stopwatch():
+        with self.stopwatch():
             for run in self._passes:
                 _run(graph, run.__name__, functools.partial(run, graph), lowered=True)
 

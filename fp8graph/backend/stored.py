@@ -30,37 +30,33 @@ from fp8graph.report import GraphView
 _log = logging.getLogger("fp8graph")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """One graph: its report, and the findings of the passes."""
+def dumped(view: GraphView, findings: Findings) -> bytes | None:
+    """Return the entry of one graph as bytes, for other processes.
 
-    view: GraphView
-    findings: Findings
+    None if it cannot be pickled, and they trace the graph again.
+    """
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream).dump((view.to_dict(), findings))
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:  # the last is pybind11's
+        _log.debug("The findings in %s are not cached: %s", view.name, error)
+        return None
+    packed = zlib.compress(stream.getvalue())
+    return hashlib.sha256(packed).digest() + packed
 
-    def dumped(self) -> bytes | None:
-        """The entry as bytes, for other processes; None if it cannot be pickled, and they trace the graph again."""
-        stream = io.BytesIO()
-        try:
-            _Pickler(stream).dump((self.view.to_dict(), self.findings))
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:  # the last is pybind11's
-            _log.debug("The findings in %s are not cached: %s", self.view.name, error)
-            return None
-        packed = zlib.compress(stream.getvalue())
-        return hashlib.sha256(packed).digest() + packed
 
-    @staticmethod
-    def loaded(content: bytes) -> Stored | None:
-        """The inverse of :meth:`dumped`; None if the bytes are damaged or another version wrote them."""
-        checksum, packed = content[:_CHECKSUM], content[_CHECKSUM:]
-        if hashlib.sha256(packed).digest() != checksum:
-            _log.debug("The findings in torch's compile cache are damaged: the graph is traced again.")
-            return None
-        try:
-            view, findings = pickle.loads(zlib.decompress(packed))
-            return Stored(view=GraphView.from_dict(view), findings=findings)
-        except Exception as error:  # whatever unpickling raises: the bytes are whole, but say something else here
-            _log.debug("The findings in torch's compile cache cannot be read, and the graph is traced again: %r", error)
-            return None
+def loaded(content: bytes) -> tuple[GraphView, Findings] | None:
+    """Return the inverse of :func:`dumped`; None if the bytes are damaged or another version wrote them."""
+    checksum, packed = content[:_CHECKSUM], content[_CHECKSUM:]
+    if hashlib.sha256(packed).digest() != checksum:
+        _log.debug("The findings in torch's compile cache are damaged: the graph is traced again.")
+        return None
+    try:
+        view, findings = pickle.loads(zlib.decompress(packed))
+        return GraphView.from_dict(view), findings
+    except Exception as error:  # whatever unpickling raises: the bytes are whole, but say something else here
+        _log.debug("The findings in torch's compile cache cannot be read, and the graph is traced again: %r", error)
+        return None
 
 
 _CHECKSUM: Final = hashlib.sha256().digest_size

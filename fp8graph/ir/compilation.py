@@ -6,74 +6,36 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from fp8graph.hardware import Hardware, of_device
+from fp8graph.ir.decisions import Decisions, Row, explained
 from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
 from fp8graph.ir.nodes import GEMM_KEY, fake_mode_of, value
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Decision, Site
-from fp8graph.recipes import Recipe
-from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord, OtherRecord, RefusalRecord, SiteRecord
 
 Kind = TypeVar("Kind", bound=ExtraInput)
-OneCondition = TypeVar("OneCondition", bound="Condition")
 Found = TypeVar("Found")
-
-
-class Condition:
-    """A part of a call's situation that a store decides. It is frozen, and its text is in the key of compiled code.
-
-    Attributes:
-        passes: calls under it are exceptions: a report shows the graphs of the others.
-        returns: it holds for a repeated forward as well if it held for the first, whatever else holds by then.
-    """
-
-    passes: ClassVar[bool] = False
-    returns: ClassVar[bool] = False
-
-    def says_of(self, fqn: str) -> Any:
-        """Its meaning for the site called ``fqn``. Layers share code if it means the same for the sites of both."""
-        return None
-
-
-@dataclass(frozen=True)
-class Arrived(Condition):
-    """The parameters, by graph input, that the call has as a copy alone."""
-
-    parameters: frozenset[int]
-
-
-@dataclass(frozen=True)
-class InitialScales(Condition):
-    """Some tensors that delayed scaling quantizes have no amax of an earlier step: they take scales from their own."""
-
-    passes: ClassVar[bool] = True
-    returns: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """The facts about a graph that are known before the passes run. No pass changes them."""
 
-    policy: Policy
-    settings: Settings = field(default_factory=Settings)
-    region: str | Recipe | None = None  # the autocast region around the whole call
-    recipes: frozenset[Recipe] = frozenset()  # all that may apply to a GEMM of the graph: of the policy and of regions
+    decisions: Decisions  # everything outside the graph that decides about its sites
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     gathered: frozenset[int] = frozenset()  # those that are whole only while the graph runs
     # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
-    conditions: tuple[Condition, ...] = ()  # what stores say of the calls of this variant
     subgraph: bool = False  # the body of a higher-order op
     training: bool = False  # the graph has a backward
-    amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
     reduces_in_graph: bool = False  # amaxes, by collectives of the graph; else after the step
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
     spares: SpareInputs = field(default_factory=SpareInputs)  # inputs that passes can take; counts how many they want
@@ -83,9 +45,10 @@ class Known:
         """Whether the graph takes kept FP8 copies of its weights, and does not quantize them itself."""
         return self.settings.keeps_weights(training=self.training)
 
-    def condition(self, kind: type[OneCondition]) -> OneCondition | None:
-        """The condition of a kind; None without one."""
-        return next((each for each in self.conditions if isinstance(each, kind)), None)
+    @property
+    def settings(self) -> Settings:
+        """The user's settings."""
+        return self.decisions.settings
 
 
 @dataclass(kw_only=True)
@@ -109,6 +72,12 @@ class Compilation:
     def hardware_of(self, node: fx.Node) -> Hardware:
         """The hardware that ``node`` is decided for: the target, or the device of its result."""
         return self.known.settings.hardware or of_device(value(node).device)
+
+    def explain(self, row: Row) -> Row:
+        """Return a row of a report with the rule, region or default that decided in its reason."""
+        sites = self.others[type(row)] if isinstance(row, OtherRecord) else self.sites
+        site = next(site for site in sites if (site.fqn, site.index) == (row.fqn, row.index))
+        return explained(row, site, self.known.decisions.of(site))
 
     def site_of(self, quantized: fx.Node) -> Site | None:
         """The site whose GEMM, or what decodes for it if that is emulated, reads a quantize node; None if none does."""

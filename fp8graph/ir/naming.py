@@ -12,7 +12,7 @@ import keyword
 import re
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Final, cast
@@ -171,11 +171,7 @@ def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[t
     """
     parameters = list(parameters)
     by_index = {parameter.index: parameter for parameter in parameters}
-    prefixes: dict[str, str] = {}  # root variable of the frame -> full name (FQN) of that module
-    for parameter in parameters:
-        root, path = split_source(parameter.source)
-        if parameter.bound == path or parameter.bound.endswith("." + path):
-            prefixes[root] = parameter.bound.removesuffix(path).rstrip(".")
+    prefixes = _prefixes(parameters)
     several_roots = len({place.root for place in places if place.path}) > 1
     seen: Counter[str] = Counter()
     names: list[tuple[str, int]] = []
@@ -189,6 +185,35 @@ def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[t
         names.append((fqn, seen[fqn]))
         seen[fqn] += 1
     return names
+
+
+def _prefixes(parameters: Iterable[Parameter]) -> dict[str, str]:
+    """Root variables of the frame, and the full names (FQNs) of their modules."""
+    prefixes: dict[str, str] = {}
+    for parameter in parameters:
+        root, path = split_source(parameter.source)
+        if parameter.bound == path or parameter.bound.endswith("." + path):
+            prefixes[root] = parameter.bound.removesuffix(path).rstrip(".")
+    return prefixes
+
+
+def possible_names(parameters: Collection[Parameter], modules: Iterable[tuple[str, str]]) -> list[str]:
+    """Every name that :func:`names_of` may give a site, in an order that does not depend on bound names.
+
+    That is each module around a parameter, or a parameter itself, and each module that a node was traced in.
+
+    Args:
+        modules: root variable and FQN under it of the latter.
+    """
+    prefixes, paths = dict.fromkeys([""]), dict.fromkeys([""])
+    places = [split_source(parameter.source) for parameter in parameters]
+    for parameter, (root, path) in zip(parameters, places, strict=True):
+        prefixes |= {root: None, parameter.bound.removesuffix(path).rstrip("."): None}
+    for root, path in (*places, *modules):
+        parts = path.split(".")
+        prefixes[root] = None
+        paths |= {".".join(parts[:length]): None for length in range(1, len(parts) + 1)}
+    return list(dict.fromkeys(f"{prefix}.{path}".strip(".") for prefix in prefixes for path in paths))
 
 
 def _full_path(

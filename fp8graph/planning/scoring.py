@@ -108,7 +108,7 @@ class Scoring(Backend):
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph when it is called: only then is it known that it measures."""
-        return self.program(DynamoGraph(module, example_inputs), None)
+        return self.compiled(DynamoGraph(module, example_inputs), None)
 
 
 def measure(

@@ -10,11 +10,13 @@ A region holds for the forwards that are called in it. A backward that is called
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, Literal, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,8 @@ from fp8graph.compat import checkpointing
 from fp8graph.compat.dynamo import never_a_root_frame
 from fp8graph.errors import ConfigError, UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
-from fp8graph.recipes.rules import INHERIT, GemmRecipe
+from fp8graph.recipes.recipe import RecipeLike, resolve_recipe
+from fp8graph.recipes.rules import INHERIT, Inherit
 
 _log = logging.getLogger("fp8graph")
 
@@ -35,10 +37,29 @@ POLICY: Final = "autocast(enabled=True)"  # enabled without a recipe: the policy
 _WITH_RANKS: Final = dist.is_available()  # as torch was built; amax_group is called in each call
 
 
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The request of a region: a recipe, None for high precision, or INHERIT for the policy.
+
+    ``given``: as the user wrote it.
+    """
+
+    recipe: Recipe | None | Literal[Inherit.INHERIT]
+    given: str
+
+    @property
+    def source(self) -> str:
+        """The region in a reason."""
+        return DISABLED if self.recipe is None else f"autocast({self.given})"
+
+    def __str__(self) -> str:
+        return self.given
+
+
 class _Open(NamedTuple):
     """A region that is open."""
 
-    region: str | Recipe
+    region: Region
     group: Any  # its amax_reduction_group
     task: int  # the backward in which it was opened
 
@@ -66,7 +87,7 @@ _NO_GRAPH: Final = (
 )
 
 
-def current_region() -> str | Recipe | None:
+def current_region() -> Region | None:
     """The innermost region open outside compiled code, or None; for a graph that is called."""
     regions = None
     if _stack.regions:
@@ -124,7 +145,7 @@ def autocast(
         return _Region(DISABLED, amax_reduction_group)
     if recipe is None:
         return _Region(POLICY, amax_reduction_group)
-    resolved = resolve_recipe(recipe)
+    resolved = resolve_recipe(recipe)  # an error is the caller's line
     return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED, amax_reduction_group)
 
 
@@ -162,9 +183,10 @@ class _Region(AbstractContextManager[None]):
         self._before: list[int] = []  # calls of graphs, for each time that it was entered
 
     def __enter__(self) -> None:
+        opened = _Open(region_of(self._region), self._group, checkpointing.graph_task())
         self._entered += 1
         self._before.append(_stack.graphs)
-        _stack.regions.append(_Open(self._region, self._group, checkpointing.graph_task()))
+        _stack.regions.append(opened)
 
     def __exit__(
         self,
@@ -182,10 +204,19 @@ class _Region(AbstractContextManager[None]):
             _log.warning(_NO_GRAPH)
 
 
-def region_recipe(region: str | Recipe | None) -> GemmRecipe:
-    """The request of a region: INHERIT for the policy, None for high precision, or a recipe."""
-    if region is None or region == POLICY:
-        return INHERIT
-    if region in (DISABLED, HIGH_PRECISION):
-        return None
-    return resolve_recipe(region)
+def region_of(given: str | Recipe) -> Region:
+    """Return a region that is given as text or recipe, with the recipe that its name has now.
+
+    Raises:
+        UnsupportedRecipeError: there is none of that name.
+    """
+    if given == POLICY:
+        return _region(INHERIT, POLICY)
+    recipe = None if given == DISABLED else resolve_recipe(given)
+    return _region(recipe, given if isinstance(given, str) else type(recipe).__name__)
+
+
+@functools.lru_cache(maxsize=256)
+def _region(recipe: Recipe | None | Literal[Inherit.INHERIT], given: str) -> Region:
+    """Return one object for equal regions: calls in them are compared by identity."""
+    return Region(recipe, given)

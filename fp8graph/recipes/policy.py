@@ -48,6 +48,7 @@ CONFIG_KEYS: Final = frozenset({"quantization_config", "compression_config", "qu
 _log = logging.getLogger("fp8graph")
 # Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (hardware/speed.py).
 MIN_SPEEDUP: Final = 1.05
+LEFT_ALONE: Final = 'attention stays in high precision unless a rule with op="attention" asks for it'
 _MOST_RULES: Final = 10_000  # a name is compared with each
 _MOST_BYTES: Final = 4 << 20  # of a file
 _MOST_PARTS: Final = 100  # of a key in TOML: the time to read one grows with their square
@@ -128,17 +129,16 @@ class Policy:
                 return (rule.optional and kept) or Resolution(
                     {gemm: rule.recipe_for(gemm) for gemm in GEMMS},
                     source=f"rule {rule.where}",
+                    by="rule",
                     rule=index,
                     by_user=not rule.optional,
                 )
         if kept is not None:
             return kept
         if op not in DEFAULT_OPS:
-            return Resolution(
-                dict.fromkeys(GEMMS),
-                source=f'no rule: op="{op}" is left alone unless a rule asks for it',
-            )
-        return Resolution(dict.fromkeys(GEMMS, self._default_recipe()), source="default")
+            alone = f'no rule: op="{op}" is left alone unless a rule asks for it'
+            return Resolution(dict.fromkeys(GEMMS), source=LEFT_ALONE if op == "attention" else alone)
+        return Resolution(dict.fromkeys(GEMMS, self._default_recipe()), source="default", by="default")
 
     def over(self, base: Policy) -> Policy:
         """This policy's rules before those of ``base``, and ``base``'s default where this one names none."""
@@ -172,8 +172,8 @@ class Policy:
 
         ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. A backend counts the
         steps of optimizers and moves on by itself; ``backend.set_policy(policy.at_step(step))`` before each step is
-        for loops that count otherwise. Switching to a new policy triggers a recompile, switching back to one used
-        before does not.
+        for loops that count otherwise. Graphs about which the next policy decides otherwise are compiled again, once:
+        switching back to one used before compiles nothing.
 
         Raises:
             PolicyError: (a ``ValueError``) for a step that is not a whole number >= 0.
@@ -187,6 +187,11 @@ class Policy:
         """Every recipe that a rule or the default may give."""
         named = [self._default_recipe(), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
         return {recipe for recipe in named if recipe is not None}
+
+    def resolved(self) -> Policy:
+        """Return the policy with recipes in place of their names, as they are registered now."""
+        default = self.default if self.default is INHERIT else self._default_recipe()
+        return dataclasses.replace(self, rules=[rule.resolved() for rule in self.rules], default=default)
 
     def identity(self) -> str:
         """A text that is equal for policies with equal decisions: names are resolved to their current recipes."""

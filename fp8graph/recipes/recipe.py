@@ -395,6 +395,9 @@ RecipeLike = Recipe | str | dict[str, Any] | None
 def register_recipe(name: str, recipe: Recipe) -> None:
     """Give ``recipe`` a name that policies, policy files and ``autocast`` in compiled code can use.
 
+    They look it up once: a policy when it is given, a region when it is entered, a region inside compiled code when its
+    graph is first compiled. If the name is registered again, these keep the recipe that they have.
+
     Raises:
         UnsupportedRecipeError: for a built-in name, an empty name, or something that is not a recipe.
     """

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
@@ -26,7 +26,7 @@ _LONGEST_EXPRESSION: Final = 100_000
 _MOST_COST: Final = 1_000_000  # steps of all expressions on one name: a second
 
 
-class _Inherit(enum.Enum):
+class Inherit(enum.Enum):
     """The type of :data:`INHERIT` (an enum, so that copies and pickles stay the same object)."""
 
     INHERIT = "inherit"
@@ -35,8 +35,8 @@ class _Inherit(enum.Enum):
         return "INHERIT"
 
 
-INHERIT: Final = _Inherit.INHERIT
-GemmRecipe = RecipeLike | Literal[_Inherit.INHERIT]
+INHERIT: Final = Inherit.INHERIT
+GemmRecipe = RecipeLike | Literal[Inherit.INHERIT]
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,12 @@ class Rule:
         recipe = cast(GemmRecipe, getattr(self, gemm))
         return resolve_recipe(self.recipe if recipe is INHERIT else recipe)
 
+    def resolved(self) -> Rule:
+        """Return the rule with recipes in place of their names, as they are registered now."""
+        recipes = {name: getattr(self, name) for name in ("recipe", *GEMMS)}
+        given = {name: each if each is INHERIT else resolve_recipe(each) for name, each in recipes.items()}
+        return self if given == recipes else dataclasses.replace(self, **given)
+
     def to_dict(self) -> dict[str, Any]:
         """The rule as in a policy file: only the fields that differ from the defaults."""
         key = "regex" if isinstance(self.pattern, re.Pattern) else "pattern"
@@ -181,14 +187,38 @@ class Rule:
         return values
 
 
+# In the reasons that passes write they stand for the rule, region or default that decided, which layers that share code
+# need not share. Private characters of Unicode: no name has them.
+SOURCE: Final = "\ue000"  # 'rule "*.up"', "default"
+DECISION: Final = "\ue001"  # with its recipe, where a rule names one: 'rule "*.up" -> tensorwise', "default"
+
+
 @dataclass(frozen=True)
 class Resolution:
-    """A policy's answer for one site: a recipe per GEMM, and the rule that it comes from."""
+    """A policy's or a region's answer for one site: a recipe per GEMM, and the rule that it comes from."""
 
     recipes: Mapping[GemmName, Recipe | None]
     source: str  # 'rule "*.mlp.down_proj"', "default", ...
+    by: Literal["rule", "default", "region", "block", ""] = ""  # the kind of the source
     rule: int | None = None  # index into Policy.rules; None: the default
     by_user: bool = False  # a rule requires it, not the default
+
+    @property
+    def switches_off(self) -> bool:
+        """Whether it leaves the site in high precision, whatever its weight is: by a default or a region."""
+        return self.by in ("default", "region") and not any(self.recipes.values())
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for answers that make the same code."""
+        return tuple(self.recipes[gemm] for gemm in GEMMS), self.by_user, self.switches_off
+
+    def explain(self, reason: str, recipe: str | None) -> str:
+        """Return a pass's ``reason`` for a row in which a GEMM has ``recipe``, by name, with the source in it."""
+        decision = self.source
+        if self.by == "rule" or (self.by == "default" and recipe is None):
+            decision += f" -> {recipe or 'high precision'}"
+        return reason.replace(DECISION, decision).replace(SOURCE, self.source)
 
 
 def check_op(op: str, recipe: Recipe | None) -> None:

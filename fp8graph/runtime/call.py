@@ -1,15 +1,16 @@
-"""One call of a compiled graph: its extra inputs are found once and used as long as they are valid.
+"""One call of a compiled graph: its code and extra inputs are bound once, and used as long as they are valid.
 
 To find the needs of a call (the variant for its situation, pages of scaling state, FP8 copies of weights) takes
 hundreds of microseconds for a model of hundreds of weights. To check that those of the last call are still valid
-takes tens: the parameters are the same objects, nobody changed policy, names or state (``staleness.Epoch``), and no
+takes tens: the parameters are the same objects, nobody changed names or state (``staleness.Epoch``), and no
 weight has changed (``staleness.Unchanged``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,39 +18,10 @@ import torch
 
 from fp8graph.compat.dynamo import outermost_call
 from fp8graph.compat.lives import life
-from fp8graph.ir.compilation import Condition
+from fp8graph.ir.compilation import Findings
+from fp8graph.ir.decisions import Condition
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.staleness import Epoch, identities, picker
 from fp8graph.runtime.stores import Run, Slot
-
-
-class Called:
-    """The parameters that a graph was called with, and a note on the last call with them. It keeps no parameter alive.
-
-    Args:
-        parameters: the positions of the graph's inputs that are parameters.
-    """
-
-    def __init__(self, parameters: Sequence[int]) -> None:
-        self._positions = parameters
-        self._pick = picker(parameters)
-        self._noted: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Any]] = {}  # by their ids
-
-    def note(self, args: Sequence[Any], note: Any) -> None:
-        """Remember a call with ``args``."""
-        parameters, noted = self._pick(args), self._noted
-        key = tuple(map(id, parameters))
-        if key in noted:
-            alive, _ = noted[key]
-        else:
-            alive = [weakref.ref(life(x), lambda _: noted.pop(key, None)) for x in parameters]
-        noted[key] = alive, note
-
-    def __iter__(self) -> Iterator[tuple[dict[int, int], Any]]:
-        """The ids of the parameters by position, and the note of their last call."""
-        for ids, (alive, note) in list(self._noted.items()):
-            if all(reference() is not None for reference in alive):
-                yield dict(zip(self._positions, ids, strict=True)), note
 
 
 class FirstCall:
@@ -84,18 +56,46 @@ class FirstCall:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
-    """A prepared call: ``run(*args, *more)``."""
+class BoundCall:
+    """A graph's code with all that it takes in calls with one set of parameters, in one situation.
+
+    It keeps no parameter alive.
+
+    Attributes:
+        run: the code: ``run(*args, *more)``.
+        more: the inputs after Dynamo's.
+        acting: the slots that do something in each run, and their places in ``more``.
+        fresh: whether all slots are, for later arguments; None: always.
+        epoch: of the backend, when it was bound; -1: it is no longer valid.
+        ids: those of the parameters, as bytes; b"" if it is valid for any parameters.
+        parameters: the ids of the parameters.
+        alive: references to their lives.
+        policy: the identity of the policy.
+        findings: of the graph, under the names of these parameters.
+        conditions: of its variant, beside those of the call's situation.
+        turn: grows with each call that is bound.
+    """
 
     run: Callable[..., Any]
-    more: Sequence[torch.Tensor]  # the graph's inputs after Dynamo's
-    acting: Sequence[
-        tuple[Slot, Sequence[int]]
-    ]  # the slots that do something in each run, and their places in ``more``
+    more: Sequence[torch.Tensor]
+    acting: Sequence[tuple[Slot, Sequence[int]]]
+    fresh: Callable[[Sequence[Any]], bool] | None
     epoch: int
-    parameters: bytes  # their ids; b"" if the call is valid for any parameters
-    fresh: Callable[[Sequence[Any]], bool] | None  # whether all slots are; None: always
-    conditions: tuple[Condition, ...] = ()  # of its variant, beside those of the call's moment
+    ids: bytes
+    parameters: tuple[int, ...]
+    alive: Sequence[weakref.ref[Any]]
+    policy: str
+    findings: Findings
+    conditions: tuple[Condition, ...]
+    turn: int
+
+    def is_alive(self) -> bool:
+        """Whether all its parameters are."""
+        return all(reference() is not None for reference in self.alive)
+
+    def released(self) -> BoundCall:
+        """Return an entry of what ran with these parameters, which holds none of what it took."""
+        return dataclasses.replace(self, run=_not_valid, more=(), acting=(), fresh=None, epoch=-1)
 
     def act(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
         """Run the graph where slots do something before and after it."""
@@ -112,58 +112,5 @@ class Prepared:
         return results
 
 
-class PreparedCalls:
-    """The prepared calls of one graph. It keeps no parameter alive, and no call for freed ones.
-
-    Args:
-        epoch: of the backend.
-        parameters: the positions of the graph's inputs that are parameters.
-    """
-
-    def __init__(self, epoch: Epoch, parameters: Sequence[int]) -> None:
-        self._epoch = epoch
-        self._pick = picker(parameters)
-        self._first = parameters[0] if parameters else None
-        self._kept = epoch.now  # the epoch of all calls that are kept
-        self._calls: dict[Any, Prepared] = {}
-        self._alive: dict[Any, list[weakref.ref[Any]]] = {}  # called when their parameters are freed
-
-    def get(self, args: Sequence[Any], situation: Any) -> Prepared | None:
-        """The prepared call for ``args`` in ``situation`` (hashable); None if there is none that is still valid."""
-        first = 0 if self._first is None else id(args[self._first])  # one graph may serve many layers
-        prepared = self._calls.get((first, situation))
-        if prepared is None or prepared.epoch != self._epoch.now:
-            return None
-        if prepared.parameters and prepared.parameters != identities(self._pick(args)):
-            return None
-        return prepared if prepared.fresh is None or prepared.fresh(args) else None
-
-    def keep(self, args: Sequence[Any], situation: Any, prepared: Prepared) -> None:
-        """Keep ``prepared`` for later calls."""
-        calls, alive = self._calls, self._alive
-        if self._kept != self._epoch.now:  # none of them is valid any more
-            self._kept = self._epoch.now
-            calls.clear()
-            alive.clear()
-        key = 0 if self._first is None else id(args[self._first]), situation
-        known = calls.get(key)
-        calls[key] = prepared
-        if known is None or known.parameters != prepared.parameters:
-
-            def forget(_: Any) -> None:
-                calls.pop(key, None)
-                alive.pop(key, None)
-
-            # an id identifies a parameter as long as that is alive
-            watched = self._pick(args) if prepared.parameters else ()
-            alive[key] = [weakref.ref(life(parameter), forget) for parameter in watched]
-
-    def drop_outdated(self) -> None:
-        """Drop the calls that policy, names or state have changed since: they hold the code that they ran."""
-        for key in [key for key, call in list(self._calls.items()) if call.epoch != self._epoch.now]:
-            self._calls.pop(key, None)
-            self._alive.pop(key, None)
-
-    def ids(self, args: Sequence[Any]) -> bytes:
-        """The ids of the parameters among ``args``."""
-        return identities(self._pick(args))
+def _not_valid(*_: Any) -> Any:
+    raise AssertionError("its epoch is over")

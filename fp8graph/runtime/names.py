@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph.compat import fakes, lives, wrappers
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.ir.decisions import Stacks, stacks_of
 from fp8graph.recipes import FP8_MAX
 from fp8graph.runtime.staleness import Epoch
 
@@ -29,6 +30,7 @@ class Names:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()  # by the lives of parameters
+        self._stacks: MutableMapping[Any, Stacks] = WeakIdKeyDictionary()  # of their models, by the same
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
@@ -55,9 +57,11 @@ class Names:
 
     def _learn(self, model: torch.nn.Module, name: str) -> None:
         lives.remember_modules(model)
+        stacks = stacks_of(_matrices(model, name))
         for fqn, parameter in model.named_parameters(prefix=name):
             for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
                 self._names[lives.life(tensor)] = wrappers.name_in_original(fqn)
+                self._stacks[lives.life(tensor)] = stacks
 
     def get(self, parameter: torch.Tensor | lives.Life) -> str:
         """The FQN, or "" for a tensor that was not bound.
@@ -66,8 +70,8 @@ class Names:
         DDPOptimizer compiles with fake ones.
         """
         if isinstance(parameter, FakeTensor):
-            bound = (real for model in list(self._models) for real in model.parameters())
-            return next((self.get(real) for real in bound if fakes.is_fake_of(parameter, real)), "")
+            real = self._real(parameter)
+            return "" if real is None else self.get(real)
         if (life := lives.life(parameter)) not in self._names:
             for model, name in list(self._models.items()):
                 self._learn(model, name)
@@ -100,6 +104,17 @@ class Names:
                             layers[fqn.rpartition(".")[0] or fqn] = fp8
         return {"in_no_graph": list(layers), "fp8_in_no_graph": [layer for layer, fp8 in layers.items() if fp8]}
 
+    def stacks(self, parameters: Iterable[torch.Tensor]) -> Stacks:
+        """The stacks of blocks of the bound models that ``parameters`` belong to."""
+        real = (self._real(each) if isinstance(each, FakeTensor) else each for each in parameters)
+        every = (self._stacks.get(lives.life(each), frozenset()) for each in real if each is not None)
+        return frozenset[Any]().union(*every)
+
+    def _real(self, fake: FakeTensor) -> torch.Tensor | None:
+        """The parameter of a bound model that ``fake`` stands for."""
+        bound = (real for model in list(self._models) for real in model.parameters())
+        return next((real for real in bound if fakes.is_fake_of(fake, real)), None)
+
     def modules(self) -> set[str]:
         """The names of all modules of the bound models, and of the matrices in them that are no module's ``weight``."""
         found: set[str] = set()
@@ -109,3 +124,12 @@ class Names:
                 names = [fqn for fqn, x in own if x.ndim > 1 and fqn.rpartition(".")[2] != "weight"]
                 found.update(wrappers.name_in_original(f"{fqn}.")[:-1] for fqn in (prefix, *names))
         return found
+
+
+def _matrices(model: torch.nn.Module, name: str) -> Iterator[str]:
+    """The names of the parameters of a model that layers may multiply by."""
+    for prefix, module in model.named_modules(prefix=name):
+        if not isinstance(module, _NO_LINEARS):
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 1:
+                    yield wrappers.name_in_original(f"{prefix}.{own}" if prefix else own)

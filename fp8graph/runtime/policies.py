@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -28,12 +28,12 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import choices
 from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
-from fp8graph.recipes.autocast import DISABLED, POLICY
 from fp8graph.recipes.policy import WATCH, Policy, in_file, is_checkpoint, values_of_file
-from fp8graph.runtime.staleness import Epoch, WeightUpdates
+from fp8graph.runtime.staleness import WeightUpdates
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
+_KEPT: Final = 16  # policies of which equal ones are the same object
 Arguments = Mapping[str, Sequence[str]]  # of the methods of a backend that a policy file has tables for
 
 
@@ -86,76 +86,94 @@ def _table(name: str, values: Any, where: str, known: Arguments) -> Mapping[str,
     return values
 
 
-class InForce:
-    """A policy from one change to the next.
+class ResolvedPolicy:
+    """A policy with recipes in place of their names, at one step of its schedule. Equal ones are one object.
 
-    A forward that activation checkpointing repeats keeps the one under which it ran first.
+    Args:
+        policy: with recipes as objects, as they were registered when it was set, and without a schedule.
+        target: the hardware that the default policy is for; None: this machine.
     """
 
-    def __init__(self, asked: Policy, target: Hardware | None) -> None:
-        self.asked, self._target = asked, target
-        self._resolved: dict[tuple[str, ...], tuple[Policy, str]] = {}
-        self.current, _ = self.of(())
+    def __init__(self, policy: Policy, target: Hardware | None) -> None:
+        self._policy, self._target = policy, target
+        self._of_families: dict[tuple[str, ...], tuple[Policy, str]] = {}
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy for a graph of models of ``families`` (which add to the default policy), and its identity."""
-        if self.asked.extends is None:
+        """Return the policy for models of ``families`` (which add to the default policy), and its identity."""
+        if self._policy.extends is None:
             families = ()
-        if families not in self._resolved:
-            recipe = (self._target or hardware.of_machine()).default_recipe
-            policy = extended(self.asked, families, recipe)
-            self._resolved[families] = policy, policy.identity()
-        return self._resolved[families]
+        if families not in self._of_families:
+            policy = with_default(self._policy, families, self._target).resolved()
+            self._of_families[families] = policy, policy.identity()
+        return self._of_families[families]
 
-    def may_rewrite(self, regions: Collection[Any]) -> bool:
-        """Whether any GEMM could get a recipe. If none could, Inductor's options stay exactly the user's.
 
-        Args:
-            regions: the autocast regions around the call and in the graph.
-        """
-        quiet = (None, DISABLED, POLICY)
-        return bool(self.current.recipes()) or any(region not in quiet for region in regions)
+def with_default(policy: Policy, families: tuple[str, ...], target: Hardware | None) -> Policy:
+    """Return ``policy`` with what the default policy adds to it for models of ``families`` on ``target``."""
+    return extended(policy, families, (target or hardware.of_machine()).default_recipe)
 
 
 class Policies:
     """The policy of one backend, which may change during training.
 
+    Names of recipes are looked up in :meth:`set`, and nowhere else.
+
+    Attributes:
+        now: the policy in force. A forward that activation checkpointing repeats keeps that of its first time.
+
     Args:
         target: the hardware that the default policy is for; None: this machine.
     """
+
+    now: ResolvedPolicy
 
     def __init__(self, target: Hardware | None) -> None:
         self._target = target
         self._step = 0  # of training
         self._families: set[tuple[str, ...]] = {()}  # of all graphs so far
+        self._made: dict[str, ResolvedPolicy] = {}  # the last ones, by their identities
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
         """Use another policy; see :meth:`Backend.set_policy`."""
-        asked = Policy(extends="default") if policy is None else Policy.coerce(policy)
+        given = Policy(extends="default") if policy is None else Policy.coerce(policy)
         if recipe is not None:
             resolve_recipe(recipe)
-            asked = dataclasses.replace(asked, default=recipe)
-        self.now = InForce(asked.at_step(self._step) if asked.scheduled else asked, self._target)
-        self.scheduled = asked if asked.scheduled else None  # all of it
+            given = dataclasses.replace(given, default=recipe)
+        self._given, self._resolved = given, given.resolved()
+        self.has_schedule = given.scheduled  # read in each call
+        self._take()
 
-    def advance(self, step: int) -> bool:
-        """Take a policy with a schedule as it is at ``step``; whether that is another policy than before."""
+    def _take(self) -> None:
+        """Take the policy as it is at the present step."""
+        policy = self._resolved.at_step(self._step) if self.has_schedule else self._resolved
+        identity = policy.identity()
+        self.now = self._made.pop(identity, None) or ResolvedPolicy(policy, self._target)
+        self._made[identity] = self.now
+        if len(self._made) > _KEPT:
+            del self._made[next(iter(self._made))]
+
+    def advance(self, step: int) -> None:
+        """Take a policy with a schedule as it is at ``step``."""
         before, self._step = self._step, step
-        if self.scheduled is None or self.scheduled.phase(before) == self.scheduled.phase(step):
-            return False
-        self.set(self.scheduled)
-        return True
+        if self.has_schedule and self._resolved.phase(before) != self._resolved.phase(step):
+            self._take()
 
     @property
-    def asked(self) -> Policy:
-        """The policy as the user gave it, one with a schedule as it is at the present step."""
-        return self.now.asked
+    def whole(self) -> Policy:
+        """The policy as the user gave it, schedule and names of recipes included, if these mean the same by now."""
+        return self._given if self._given.resolved() == self._resolved else self._resolved
+
+    @property
+    def scheduled(self) -> Policy | None:
+        """The same if it has a schedule; else None."""
+        return self.whole if self.has_schedule else None
 
     @property
     def current(self) -> Policy:
         """The policy in force, for a model of no known family."""
-        return self.now.current
+        whole = self.whole
+        return with_default(whole.at_step(self._step) if whole.scheduled else whole, (), self._target)
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
         """The policy in force for a graph of models of ``families``, and its identity."""
@@ -167,8 +185,8 @@ class Policies:
         return frozenset(self.of(families)[1] for families in [*self._families])
 
     def lines(self) -> list[str]:
-        """The policy in words, for a comparison with other ranks."""
-        policy = self.scheduled or self.current  # ranks may compile for inference at different steps
+        """The policy in words, for a comparison with other ranks: of all steps, which need not be the same there."""
+        policy = self._resolved if self.has_schedule else self.now.of(())[0]
         rules = [f"rule {index} {rule!r}" for index, rule in enumerate(policy.rules)]
         heads = ["keep_heads"] if policy.keep_heads else []
         return [*rules, f"default {policy.default!r}", f"min_speedup {policy.min_speedup}", *heads]
@@ -190,8 +208,8 @@ class Schedule:
     forwards too, has one policy.
     """
 
-    def __init__(self, policies: Policies, epoch: Epoch, steps: WeightUpdates) -> None:
-        self._policies, self._epoch, self._steps = policies, epoch, steps
+    def __init__(self, policies: Policies, steps: WeightUpdates) -> None:
+        self._policies, self._steps = policies, steps
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps
         self._parameters: MutableMapping[Any, None] = WeakIdKeyDictionary()  # the lives of those of compiled models
@@ -202,13 +220,12 @@ class Schedule:
     @property
     def runs(self) -> bool:
         """Whether the policy has a schedule that the user does not move himself."""
-        return self._policies.scheduled is not None
+        return self._policies.has_schedule
 
     @property
     def due(self) -> bool:
         """Whether an optimizer has stepped since :meth:`advance`. Asked in every call."""
-        scheduled = self._policies.scheduled is not None
-        return scheduled and self._seen != self._steps.count and not autograd.in_backward()
+        return self._policies.has_schedule and self._seen != self._steps.count and not autograd.in_backward()
 
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn which parameters the models train."""
@@ -218,8 +235,8 @@ class Schedule:
     def advance(self) -> None:
         """Take the policy as it is at the present step."""
         self._seen = self._steps.count
-        if self.runs and self._policies.advance(self.step()):
-            self._epoch.advance()
+        if self.runs:
+            self._policies.advance(self.step())
 
     def step(self) -> int:
         """The number of steps of training that are over."""

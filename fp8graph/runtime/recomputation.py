@@ -26,7 +26,7 @@ _ADVICE = (
 class Call:
     """A call of compiled code in a forward that may run again."""
 
-    moment: Any  # what decided how it was compiled
+    situation: Any  # that decided how it was compiled
     records: bool  # it recorded amaxes. The first call of the reentrant variant, without gradients, does not
     noted: list[Any] = field(default_factory=list[Any])  # what the slots of its repetition have to know
 
@@ -46,13 +46,13 @@ class _Forward:
         if place < len(self.calls):
             return self.calls[place]
         last = self.calls[-1]
-        if any(call.moment[:-1] != last.moment[:-1] for call in self.calls):
+        if any(call.situation[:-1] != last.situation[:-1] for call in self.calls):  # all but the conditions
             raise Fp8GraphError(
                 "a checkpointed forward calls compiled code more often in its recomputation than the first time "
                 f"({len(self.calls)} calls, under different regions or policies), so that it cannot be known which of "
                 f"them call {place + 1} repeats. {_ADVICE}"
             )
-        return Call(moment=last.moment, records=last.records)
+        return Call(situation=last.situation, records=last.records)
 
 
 class Recomputations:
@@ -104,9 +104,9 @@ class Checkpointed:
     running: Sequence[_Forward]
     kept: Call | None = None
 
-    def keep(self, moment: Any, *, records: bool) -> None:
+    def keep(self, situation: Any, *, records: bool) -> None:
         """Note the call for its repetition, before it runs."""
         if self.running:
-            self.kept = Call(moment=moment, records=records)
+            self.kept = Call(situation=situation, records=records)
             for forward in self.running:
                 forward.calls.append(self.kept)

@@ -7,6 +7,7 @@ each stands beside the pass that takes its tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -15,15 +16,16 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import torch
 from torch import Tensor, fx
 
-from fp8graph.ir.compilation import Condition
+from fp8graph.ir.decisions import Condition
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.settings import Settings
 from fp8graph.recipes import Recipe
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, Schedule
 from fp8graph.runtime.rank_groups import RankGroups
-from fp8graph.runtime.recomputation import Checkpointed
+from fp8graph.runtime.recomputation import Checkpointed, Recomputations
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
+from fp8graph.runtime.state_dict import Keeper
 
 _T = TypeVar("_T")
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph of dialect nodes, into a function
@@ -248,7 +250,7 @@ _Kind = TypeVar("_Kind", bound=Store)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Services:
-    """The parts of a backend that its stores use, and the stores."""
+    """The parts of a backend that its graphs and its stores use, and the stores."""
 
     settings: Settings
     epoch: Epoch
@@ -258,7 +260,24 @@ class Services:
     steps: WeightUpdates
     groups: RankGroups
     compile: Compile
+    kinds: Sequence[type[Store]] = ()  # each before those that depend on it
+    recomputations: Recomputations = field(default_factory=Recomputations)
     _made: dict[str, Store] = field(default_factory=dict[str, Store])
+
+    @functools.cached_property
+    def stores(self) -> Mapping[str, Store]:
+        """All of them by name, in the order of ``kinds``."""
+        return {kind.name: self.store(kind) for kind in self.kinds}
+
+    @functools.cached_property
+    def keepers(self) -> Sequence[Keeper]:
+        """Whatever has entries in a state dict, in the order in which they are loaded."""
+        return [self.schedule, *self.stores.values()]
+
+    @functools.cached_property
+    def deciding(self) -> Sequence[Store]:
+        """The stores that may have a condition."""
+        return [store for store in self.stores.values() if type(store).condition is not Store.condition]
 
     def store(self, kind: type[_Kind]) -> _Kind:
         """The one store of a kind, made when it is first asked for."""

@@ -8,13 +8,15 @@ from typing import Any, Final, cast
 
 from torch import Tensor, fx
 
+from fp8graph.backend.compiling import Variant
 from fp8graph.backend.coverage import check_records
-from fp8graph.backend.dynamo_graph import module_classes
+from fp8graph.backend.dynamo_graph import module_classes, regions_in
 from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, add_spare_inputs
 from fp8graph.compat import aot
 from fp8graph.compat.fakes import fake_values
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.compilation import Known
+from fp8graph.ir.decisions import Decisions, stacks_of
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
 from fp8graph.ir.nodes import (
@@ -92,24 +94,28 @@ def rewrite(
     asked = Settings(**given, cache_weights=False)
     policies = Policies(asked.hardware)
     policies.set(policy, recipe)
-    if policies.scheduled is not None:
+    if policies.has_schedule:
         raise ConfigError("rewrite(policy=...): it has a schedule, and a graph no steps. Pass policy.at_step(step).")
     resolved, identity = policies.now.of(tuple(families_of([*module_classes(graph_module)])))
     group = autocast.amax_group()
+    decisions = Decisions(
+        policy=resolved,
+        settings=asked,
+        regions=regions_in(graph_module),
+        stacks=stacks_of(name for name, x in zip(names, inputs, strict=False) if name is not None and x.ndim > 1),
+        amax_group=group,
+    )
     parameters = {i: Parameter(source=name, index=i, bound=name) for i, name in enumerate(names) if name is not None}
     spares = 0
     while True:
         module = _copy(graph_module, inputs, spares)
         training = _mark(module.graph)
         known = Known(
-            policy=resolved,
-            settings=asked,
-            recipes=frozenset(resolved.recipes()),
+            decisions=decisions,
             sources=tuple(name or "" for name in (*names, *[None] * (len(inputs) - len(names)))),
             parameters=parameters,
             training=training,
             records_amaxes=training,
-            amax_group=group,
             reduces_in_graph=True,
             spares=SpareInputs(indices=range(len(inputs), len(inputs) + spares)),
         )
@@ -123,8 +129,9 @@ def rewrite(
         agree("\n".join(_decided(policies, asked, resolved.recipes(), joint)), group, "rewriting")
     _restore(graph_module.graph, module.graph)
     module.recompile()
-    view = joint.view(f"{type(graph_module).__name__} {'training' if training else 'inference'}", identity)
-    report = Report(graphs=[view], policy=policies.asked, identities=frozenset({identity}))
+    view = joint.view(f"{type(graph_module).__name__} {'training' if training else 'inference'}")
+    view = Variant(run=module, spares=0, findings=joint.findings, view=view).under(decisions, parameters).view
+    report = Report(graphs=[view], policy=policies.whole, identities=frozenset({identity}))
     if asked.strict:
         report.check()
     module.meta[REPORT_KEY] = report

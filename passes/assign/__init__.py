@@ -4,20 +4,16 @@
     site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
 
 The first of these that says something decides: a user's rule for the layer, the form in which its weight arrives
-quantized (``analysis/stored.py``), an autocast region in the compiled code, the region around the call, the policy.
+quantized (``analysis/stored.py``), an autocast region in the compiled code, the region around the call, the policy
+(``ir/decisions.py``).
 Refuses (leaves in high precision) GEMMs that FP8 cannot do: those of integers, complex numbers, float64, operands of
 two dtypes and empty tensors, batched matmuls that no rule names, and backward matmuls without a forward one. Refuses,
 too, GEMMs that would not be faster on the target (``profit.py``, ``Policy.min_speedup``). The graph is not changed.
-
-Under the default policy, a recipe may want more precision in the last blocks of a model; the names of the layers tell
-which these are: "model.layers.30.mlp.up_proj" is in block 30.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,19 +21,17 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.stored import as_stored, stored_view, why_not_as_stored
-from fp8graph.errors import Fp8GraphError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import gemm_seconds
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.ir.text import short
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.assign.legality import is_batched, refuse_fused_ops, why_not_in_fp8
 from fp8graph.passes.assign.profit import choices, judge
-from fp8graph.recipes import FNUZ, GEMMS, Quantizer, Recipe
-from fp8graph.recipes.autocast import DISABLED, region_recipe
-from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
+from fp8graph.recipes import FNUZ, Quantizer, Recipe
+from fp8graph.recipes.rules import DECISION, SOURCE, Resolution
 from fp8graph.records import NATIVE_BY, GemmRecord
 
 _NO_FORWARD: Final = "a backward matmul; no forward one of its operands was found"
@@ -48,11 +42,8 @@ _FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
     orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else _NO_FORWARD
-    blocks = Blocks(site.fqn for site in compilation.sites)
     for site in compilation.sites:
-        resolution = resolve(site, compilation.known)
-        if compilation.known.policy.keep_heads:  # the default policy
-            resolution = blocks.without_the_last(site.fqn, resolution)
+        resolution = compilation.known.decisions.of(site)
         stored = next(filter(None, map(stored_view, site.gemms)), None)
         of_weight = as_stored(resolution, stored.tensor, flipped=stored.flipped) if stored is not None else None
         for gemm in site.gemms:
@@ -64,7 +55,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
     refuse_fused_ops(graph, compilation)
-    bar = compilation.known.policy.min_speedup
+    bar = compilation.known.decisions.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
             if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
@@ -84,7 +75,7 @@ def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
     assert decision.recipe is not None
-    asked = f"({decision.resolution.source} asked for {decision.recipe.name})"
+    asked = f"({SOURCE} asked for {decision.recipe.name})"
     return replace(
         decision,
         recipe=None,
@@ -96,32 +87,6 @@ def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     )
 
 
-def resolve(site: Site, known: Known) -> Resolution:
-    """The recipes for ``site``: from the innermost region that says something, else from the policy."""
-    resolution = known.policy.resolve(site.fqn, site.op, site.head)
-    if site.why_no_linear and resolution.rule is None:
-        resolution = replace(resolution, source=f"{resolution.source}; {site.why_no_linear}")
-    region = known.region if site.region is None else site.region
-    try:
-        recipe = region_recipe(region)
-    except Fp8GraphError as error:
-        raise type(error)(f"{site.fqn or 'the model'}: autocast: {error}") from None
-    if recipe is INHERIT:
-        return resolution
-    if recipe is None:  # covers every op: here the user switched FP8 off
-        return Resolution(dict.fromkeys(GEMMS), source=DISABLED, rule=resolution.rule)
-    if site.op not in DEFAULT_OPS:
-        return resolution
-    assert isinstance(recipe, Recipe)
-    text = region if isinstance(region, str) else type(recipe).__name__
-    return Resolution(
-        dict.fromkeys(GEMMS, recipe),
-        source=f"autocast({text})",
-        rule=resolution.rule,
-        by_user=True,
-    )
-
-
 def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored: OperandView | None = None) -> Decision:
     """The decision about one GEMM; ``stored``: its weight, if the bytes of that are multiplied as they are."""
     recipe = resolution.recipes[gemm.gemm]
@@ -130,15 +95,14 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
         return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution, **more)
 
     if recipe is None:
-        says_so = not resolution.source.startswith("rule") and resolution.source != "default"
-        return left_alone(resolution.source if says_so else f"{resolution.source} -> high precision")
+        return left_alone(DECISION)
     if not recipe.covers(gemm.gemm):
         if recipe.dequantizes(gemm.gemm):
             how = f'{recipe.name} with backward_override="dequantized" reads the FP8 numbers of fprop, decoded'
-            return left_alone(f"{resolution.source}: {how}", dequantized=True)
+            return left_alone(f"{SOURCE}: {how}", dequantized=True)
         override = ' with backward_override="high_precision"' if recipe.backward_override == "high_precision" else ""
-        return left_alone(f"{resolution.source}: {recipe.name}{override} leaves {gemm.gemm} in high precision")
-    asked = f" ({resolution.source} asked for {recipe.name})"
+        return left_alone(f"{SOURCE}: {recipe.name}{override} leaves {gemm.gemm} in high precision")
+    asked = f" ({SOURCE} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
     if obstacle is None and compilation.known.subgraph and recipe.has_state:
         obstacle = "delayed scaling has no state inside a higher-order op"
@@ -148,8 +112,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
-    source = f"{resolution.source} -> {recipe.name}" if resolution.source.startswith("rule") else resolution.source
-    notes = [source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
+    notes = [DECISION, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
     if obstacle is None and gemm.node.target in GROUPED:
         kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]
         checked = compilation.hardware_of(gemm.node).checked_by(kind.gemm)
@@ -178,6 +141,8 @@ def _decide_stored(gemm: Gemm, resolution: Resolution, compilation: Compilation)
     """The decision about one GEMM of a weight that arrives quantized: if it reads that, it multiplies it as it is."""
     view = stored_view(gemm)
     decision = decide(gemm, resolution, compilation, view)
+    recipe = decision.recipe.name if decision.recipe is not None else None
+    decision = replace(decision, reason=resolution.explain(decision.reason, recipe))  # the policy did not decide
     if decision.recipe is None or view is None:
         return decision
     if (obstacle := why_not_as_stored(gemm, view)) is not None:
@@ -270,59 +235,3 @@ def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: C
     if compilation.known.settings.cuda_graphs:
         speed = speed.replayed()
     return gemm_seconds(speed, *sizes, dtype, batch=batch)
-
-
-_DIGITS: Final = frozenset("0123456789")
-
-
-class Blocks:
-    """The stacks of blocks in a graph: the layers of a stack have one prefix before the first number in their names."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._stacks: dict[str, set[int]] = {}
-        for name in names:
-            if (place := _place(name)) is not None:
-                self._stacks.setdefault(place[0], set()).add(place[1])
-
-    def last(self, name: str, share: float) -> int:
-        """The number of blocks in the last ``share`` of the stack of layer ``name``, if it is in one of them; else 0.
-
-        ``share`` is rounded to the nearest number of blocks: 15 % are none of 3, 1 of 4 to 9, and 5 of 32.
-        """
-        if (place := _place(name)) is None:
-            return 0
-        prefix, index = place
-        count = int(share * self._size(name) + 0.5)
-        return count if count and index in sorted(self._stacks[prefix])[-count:] else 0
-
-    def _size(self, name: str) -> int:
-        """The number of blocks in the stack of layer ``name``."""
-        place = _place(name)
-        return 0 if place is None else len(self._stacks.get(place[0], ()))
-
-    def without_the_last(self, name: str, resolution: Resolution) -> Resolution:
-        """The default policy's ``resolution`` for layer ``name``, in high precision where its recipe wants that.
-
-        What a rule or a region asked for is not changed.
-        """
-        if resolution.source != "default":
-            return resolution
-        recipes = {gemm: recipe for gemm, recipe in resolution.recipes.items() if recipe is not None}
-        counts = {gemm: self.last(name, recipe.last_blocks) for gemm, recipe in recipes.items() if recipe.last_blocks}
-        kept = [gemm for gemm, count in counts.items() if count]
-        if not kept:
-            return resolution
-        count = counts[kept[0]]
-        blocks = self._size(name)
-        which = f"the last of {blocks} blocks" if count == 1 else f"one of the last {count} of {blocks} blocks"
-        source = f"{which} in this graph: {recipes[kept[0]].name} needs more precision there"
-        return dataclasses.replace(resolution, recipes={**resolution.recipes, **dict.fromkeys(kept)}, source=source)
-
-
-def _place(name: str) -> tuple[str, int] | None:
-    """The prefix before the first number of ``name``, and the number."""
-    parts = name.split(".")
-    for position, part in enumerate(parts):
-        if part and _DIGITS.issuperset(part):
-            return ".".join(parts[:position]), int(part)
-    return None

@@ -100,7 +100,7 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
                 "does not look into it. If it multiplies by the parameter, F.linear in its place would be in FP8"
             )
         _, path = split_source(module_path(node))
-        if reason and any(compilation.known.policy.resolve(path, "linear").recipes.values()):
+        if reason and any(compilation.known.decisions.policy.resolve(path, "linear").recipes.values()):
             compilation.refuse_at("FP8", path, 0, reason)
 
 

@@ -38,7 +38,6 @@ from fp8graph.ir.sites import Decision, why_not_of_size
 from fp8graph.ir.text import short
 from fp8graph.numerics import transforms
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.passes.assign import resolve
 from fp8graph.passes.attention.occurrences import (
     Attention,
     attention_ops,
@@ -49,10 +48,9 @@ from fp8graph.passes.attention.occurrences import (
 )
 from fp8graph.passes.attention.ops import why_no_kernel
 from fp8graph.recipes import Recipe
-from fp8graph.recipes.autocast import DISABLED
+from fp8graph.recipes.rules import DECISION, SOURCE
 from fp8graph.records import AttentionRecord
 
-LEFT_ALONE: Final = 'attention stays in high precision unless a rule with op="attention" asks for it'
 LENGTHS: Final = "; its FLOPs are an upper bound: as if each sequence had as many keys as the longest"
 
 # Backward computes dQ, dK, dV and dP, and the scores once more unless they are kept: five or four products, not two.
@@ -79,7 +77,7 @@ def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _decide(attention: Attention, compilation: Compilation) -> Decision:
-    resolution = resolve(attention.site, compilation.known)
+    resolution = compilation.known.decisions.of(attention.site)
     recipe = resolution.recipes["fprop"]
 
     def left_alone(reason: str, **more: Any) -> Decision:
@@ -87,22 +85,19 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
         return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution, **more)
 
     if recipe is None:
-        by_rule = resolution.source.startswith("rule")
-        asked_for = by_rule or resolution.source == DISABLED
-        reason = f"{resolution.source} -> high precision" if by_rule else resolution.source
-        return left_alone(reason if asked_for else LEFT_ALONE)
+        return left_alone(DECISION)
     obstacle = why_not_quantized(attention, recipe, compilation)
     emulated = _why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     if obstacle is None and emulated and recipe.quantizes_attention_backward:
         obstacle = _why_backward_not_quantized(attention, recipe)
     if obstacle is not None:
-        asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
+        asked = f"{obstacle} ({SOURCE} asked for {recipe.name})"
         return left_alone(asked, required=resolution.by_user)
     return Decision(
         recipe=recipe,
         reason="; ".join(
             [
-                f"{resolution.source} -> {recipe.name}",
+                DECISION,
                 *(["q and k are transformed"] if recipe.rotates_qk else []),
                 *(["the probabilities are quantized, too"] if emulated and recipe.quantizes_attention_backward else []),
                 *([f"emulated: {emulated}"] if emulated else []),

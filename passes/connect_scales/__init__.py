@@ -49,7 +49,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import collectives, ops
-from fp8graph.ir.compilation import Compilation, InitialScales, Known
+from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.decisions import InitialScales
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import (
@@ -201,15 +202,17 @@ def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def _takes_part(known: Known) -> bool:
     """Whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has others."""
-    reduces = any(recipe.reduces_amax for recipe in known.recipes) and not known.reduces_in_graph
-    return known.records_amaxes and known.amax_group is not None and reduces
+    reduces = known.decisions.reduces_amaxes and not known.reduces_in_graph
+    return known.records_amaxes and known.decisions.amax_group is not None and reduces
 
 
-def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
+def wanted_pages(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
     """One for each recipe, FP8 type and direction. Weights are in the page of inputs, or have one beside the graph."""
+    if not any(recipe.has_state for recipe in known.decisions.recipes):
+        return 0
     pages = {
         (recipe, each.hardware.quantizer(recipe, operand).fp8_max, operand == "grad_output")
-        for each in foreseen
+        for each in foreseen()
         for recipe in each.used(*GEMMS)
         if recipe.has_state
         for operand in _WITH_PAGES[: 1 + known.training]
@@ -221,7 +224,8 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for place, each in enumerate(compilation.extra_inputs):
         if isinstance(each, WeightGraph):  # of a weight that is quantized beside the graph: with a page of its own
             # whatever variant of the graph takes the copy that it makes
-            known = dataclasses.replace(compilation.known, conditions=(InitialScales(),))
+            decisions = dataclasses.replace(compilation.known.decisions, conditions=(InitialScales(),))
+            known = dataclasses.replace(compilation.known, decisions=decisions)
             compilation.extra_inputs[place] = each.passed(connect_scales, known)
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
@@ -247,7 +251,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             backward=backward,
             device=device,
             rows=tuple(tuple(c.rows) for c in entries),
-            group=compilation.known.amax_group if recipe.reduce_amax and not in_graph else None,
+            group=compilation.known.decisions.amax_group if recipe.reduce_amax and not in_graph else None,
         )
         for number, ((recipe, fp8_max, backward, device), entries) in enumerate(pages.items())
     ]
@@ -257,8 +261,8 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
         update = _connect(graph, page, layout, entries, compilation.known)
         if update is not None:
-            if in_graph and layout.recipe.reduce_amax and compilation.known.amax_group is not None:
-                _reduce(graph, update, compilation.known.amax_group)
+            if in_graph and layout.recipe.reduce_amax and compilation.known.decisions.amax_group is not None:
+                _reduce(graph, update, compilation.known.decisions.amax_group)
             _record(graph, update)
     if _takes_part(compilation.known):
         compilation.extra_inputs.append(TakesPart())
@@ -278,7 +282,7 @@ def _connect(
     graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], known: Known
 ) -> _Update | None:
     record = known.records_amaxes
-    begins = layout.recipe.starts_from_own_amax and known.condition(InitialScales) is not None
+    begins = layout.recipe.starts_from_own_amax and known.decisions.condition(InitialScales) is not None
     users = {user for entry in entries for user in entry.users}
     first = in_order(users)[0]
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")

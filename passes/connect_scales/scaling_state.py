@@ -24,7 +24,7 @@ from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import life
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
-from fp8graph.ir.compilation import InitialScales
+from fp8graph.ir.decisions import InitialScales
 from fp8graph.ir.sites import Use
 from fp8graph.numerics.history import HEADER, read_scales
 from fp8graph.passes.connect_scales import PageLayout, TakesPart

@@ -22,7 +22,7 @@ from fp8graph.compat import distributed
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.pages import RowKey
 from fp8graph.passes.connect_scales.saved import SavedRow
-from fp8graph.runtime.policies import InForce, Policies
+from fp8graph.runtime.policies import Policies, ResolvedPolicy
 from fp8graph.runtime.state_dict import shown
 
 _log = logging.getLogger("fp8graph")
@@ -35,7 +35,7 @@ class Phases:
 
     def __init__(self, policies: Policies | None) -> None:
         self._policies = policies
-        self._seen: InForce | None = None
+        self._seen: ResolvedPolicy | None = None
         self._identity = ""
         self._number = 1 if policies is None else 0
 

@@ -28,7 +28,8 @@ from torch import fx
 from fp8graph.analysis.gather_path import scale_may_differ
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Arrived, Compilation
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.decisions import Arrived
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import (
@@ -87,7 +88,7 @@ def are_gathered(graph: fx.Graph, compilation: Compilation) -> bool:
 def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
     gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in known.gathered}
-    arrived = known.condition(Arrived)
+    arrived = known.decisions.condition(Arrived)
     sent = {node: index for node, index in gathered.items() if arrived is not None and index in arrived.parameters}
     found: dict[fx.Node, str | None] = {}
     if len(sent) < len(gathered) and known.settings.target is None:

@@ -22,7 +22,7 @@ bodies of higher-order ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -56,12 +56,12 @@ def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
     return bool(known.keeps_weights or known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
 
 
-def wanted_copies(foreseen: Sequence[Foreseen], known: Known) -> int:
+def wanted_copies(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
     """The tensors of the copies: data and scales for each layout. Linears that are fused have one copy."""
     if not known.keeps_weights:
         return 0
     copies: dict[Any, int] = {}  # by the linears that one copy serves, and its recipe
-    for each in (each for each in foreseen if each.site.parameter is not None):
+    for each in (each for each in foreseen() if each.site.parameter is not None):
         recipes = each.used("fprop", "dgrad") if known.training else each.used("fprop")
         both = known.training and len(recipes) == 1 and None not in (each.recipes["fprop"], each.recipes["dgrad"])
         for recipe in recipes:

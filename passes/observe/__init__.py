@@ -17,7 +17,7 @@ quantized copies of experts' operands, the bodies of higher-order ops, and with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any, Final, cast
 
@@ -37,17 +37,17 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this variant of the graph is for observed steps."""
-    asked = compilation.known.condition(Observed)
+    asked = compilation.known.decisions.condition(Observed)
     return asked is not None and not asked.candidates and not compilation.known.subgraph
 
 
-def wanted_statistics(foreseen: Sequence[Foreseen], known: Known) -> int:
+def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
     """One tensor for forward, and one for backward."""
-    return 0 if known.condition(Observed) is None else 1 + known.training
+    return 0 if known.decisions.condition(Observed) is None else 1 + known.training
 
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.condition(Observed)
+    asked = compilation.known.decisions.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     results = _results(graph, compilation)
@@ -120,7 +120,7 @@ def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
 
 def _names(positions: Iterable[int], compilation: Compilation) -> Names:
     sites = [compilation.sites[position] for position in dict.fromkeys(positions)]
-    asked = compilation.known.condition(Observed)
+    asked = compilation.known.decisions.condition(Observed)
     return tuple((site.fqn, site.index) for site in sites if asked is not None and asked.takes(site.fqn))
 
 

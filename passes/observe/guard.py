@@ -117,7 +117,7 @@ class Guarded(Store):
     @property
     def policy(self) -> Policy:
         """The whole policy that is in force, with its schedule."""
-        return self._policies.scheduled or self._policies.asked
+        return self._policies.whole
 
     def apply(self, rules: Iterable[tuple[Rule, str]]) -> None:
         """Put rules before the others, each with its line of the report. One layer has one such rule."""

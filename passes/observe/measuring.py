@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from fp8graph.hardware import Hardware
-from fp8graph.ir.compilation import Compilation, Condition
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.decisions import Condition
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
@@ -99,6 +100,10 @@ class Observed(Condition):
 
     def says_of(self, fqn: str) -> bool:
         return self.takes(fqn)
+
+    @property
+    def for_all(self) -> Hashable:
+        return dataclasses.replace(self, layers=())
 
     def takes(self, fqn: str) -> bool:
         """Whether the site called ``fqn`` is measured."""

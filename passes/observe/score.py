@@ -72,12 +72,12 @@ class Scores(Store):
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether recipes are tried out in this variant of the graph."""
-    asked = compilation.known.condition(Observed)
+    asked = compilation.known.decisions.condition(Observed)
     return asked is not None and bool(asked.candidates)
 
 
 def score(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.condition(Observed)
+    asked = compilation.known.decisions.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them

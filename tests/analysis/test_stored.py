@@ -12,7 +12,6 @@ from fp8graph import Policy, Rule
 from fp8graph.analysis.stored import as_stored, recipe_of, stored_weight, transposes
 from fp8graph.compat.ops import named_arguments
 from fp8graph.numerics import api
-from fp8graph.passes.assign import resolve
 from fp8graph.recipes import Float8BlockScaling
 from fp8graph.recipes.rules import Resolution
 from helpers import passed
@@ -25,7 +24,7 @@ def found(kind: str, policy: Policy, **settings: Any) -> tuple[fx.Node, Resoluti
     (site,) = compilation.sites
     node = stored_weight(site)
     assert node is not None
-    return node, resolve(site, compilation.known)
+    return node, compilation.known.decisions.of(site)
 
 
 @pytest.mark.parametrize("kind", KINDS)

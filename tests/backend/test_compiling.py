@@ -23,7 +23,8 @@ import fp8graph
 from cache_state import NOT_VARIED, STATES, must_differ, read_by_torch
 from fp8graph import Backend, Policy, Rule
 from fp8graph.backend import compiling
-from fp8graph.backend.inductor_passes import JointPass, code_identity, run_eagerly
+from fp8graph.backend.compiling import _trace
+from fp8graph.backend.inductor_passes import code_identity, run_eagerly
 from fp8graph.compat import attention, torch_build
 from fp8graph.ir.settings import Settings
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
@@ -218,16 +219,15 @@ def test_findings_that_were_not_kept_are_found_again() -> None:
     """The graph may have been compiled with more spare inputs than it takes."""
     model, backend = torch.nn.Sequential(MLP(), torch.nn.GELU(), torch.nn.Linear(32, 32)), eager_backend(ALL)
     torch.compile(model, backend=backend)(torch.randn(16, 32))
-    ((program,), (view,)) = [*backend.programs], backend.report.graphs
-    (((situation, names), variant),) = program._variants.items()
-    compiler, spares = program._compiler, variant.spares + 2
-    never_ran = JointPass(compiler.known(situation, names, spares), "")
-    with program._graph.tracing():
-        again = compiler._stored(situation, names, never_ran, torch.sin, spares)
-    assert (again.view.gemms, again.view.inputs) == (view.gemms, view.inputs)
-    assert again.findings.places == variant.findings.places
-    for module in (view.module, again.view.module):
-        assert len(module.graph.find_nodes(op="placeholder")) == len(view.inputs)
+    ((graph,), (view,)) = [*backend.programs], backend.report.graphs
+    (((situation, bound), variant),) = graph._variants.items()
+    decisions, spares = graph._decisions(situation, bound), variant.spares + 2
+    with graph._graph.tracing():
+        joint = _trace(graph._graph, decisions, bound.names, spares, backend.stopwatch)
+    assert tuple(map(joint.explain, joint.records)) == view.gemms
+    assert joint.findings.places == variant.findings.places
+    assert joint.inputs == view.inputs
+    assert len(view.module.graph.find_nodes(op="placeholder")) == len(view.inputs)
 
 
 @pytest.mark.slow

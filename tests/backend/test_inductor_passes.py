@@ -14,10 +14,9 @@ import fp8graph
 from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import JointPass, LowerPass, Stopwatch, hash_of, source_hash
 from fp8graph.compat.inductor import CustomGraphPass
-from fp8graph.ir.compilation import Known
 from fp8graph.passes import Pass
 from fp8graph.recipes.policy import Policy
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, facts_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +35,7 @@ class Users(CustomGraphPass):
 
 
 def joint(identity: str | None, first: Any = None) -> JointPass:
-    return JointPass(Known(policy=Policy()), identity, first=first)
+    return JointPass(facts_of(Policy()), identity, first=first)
 
 
 def test_code_is_named_by_all_that_decides_it() -> None:
@@ -117,7 +116,7 @@ def test_every_folder_of_the_product_is_in_the_key_of_compiled_code(tmp_path: Pa
 
 def test_a_stage_has_the_text_of_graphs_that_did_not_need_it() -> None:
     """Of a higher-order op: its body is a graph of its own, which other passes change."""
-    joint = JointPass(Known(policy=Policy()), None)
+    joint = JointPass(facts_of(Policy()), None)
     joint._texts = [{"": "a", "match": "b", "share": "c"}, {"": "d", "match": "e", "fold": "f"}]
     assert joint.before == "a\n\nd"
     assert joint.stages == {"match": "b\n\ne", "fold": "b\n\nf", "share": "c\n\nf"}

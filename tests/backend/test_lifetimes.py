@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.backend import named_backend
-from fp8graph.backend.program import KEPT_POLICIES, Program
+from fp8graph.backend.compiled_graph import KEPT_POLICIES, CompiledGraph
 from fp8graph.passes.connect_scales.pages import Page
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from helpers import ALL, MLP, counted_passes, first_fast, same_bits
@@ -36,8 +36,10 @@ def _fresh() -> None:  # pyright: ignore[reportUnusedFunction]
 def alive() -> dict[str, int]:
     """The living objects that backends made in this process, by kind; and the bytes of FP8 tensors."""
     gc.collect()
-    objects = [x for x in gc.get_objects() if issubclass(type(x), (Backend, Program, Page, fx.GraphModule, Tensor))]
-    counts = {kind.__name__: sum(isinstance(x, kind) for x in objects) for kind in (Backend, Program, Page)}
+    objects = [
+        x for x in gc.get_objects() if issubclass(type(x), (Backend, CompiledGraph, Page, fx.GraphModule, Tensor))
+    ]
+    counts = {kind.__name__: sum(isinstance(x, kind) for x in objects) for kind in (Backend, CompiledGraph, Page)}
     counts["GraphModule"] = sum(isinstance(x, fx.GraphModule) for x in objects)
     tensors = [x for x in objects if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
     return counts | {"bytes": sum(x.nbytes for x in tensors if x.dtype in FP8)}
@@ -92,7 +94,7 @@ def test_models_come_and_go(how: Any, compiler: str) -> None:
         torch._dynamo.reset()
         found.append(alive())
     assert found[1:] == found[:1] * 3
-    assert found[0]["Program"] == found[0]["Page"] == found[0]["bytes"] == 0
+    assert found[0]["CompiledGraph"] == found[0]["Page"] == found[0]["bytes"] == 0
     assert found[0]["Backend"] == (how is _by_object)
 
 
@@ -107,7 +109,7 @@ def test_models_by_name_with_equal_options_come_and_go() -> None:
         _use(lambda model, _: torch.compile(model, backend="fp8graph", options=dict(options)), 0)
         found.append(alive())
     assert found[1:] == found[:1] * 2
-    assert (found[0]["Backend"], found[0]["Program"]) == (1, 1)
+    assert (found[0]["Backend"], found[0]["CompiledGraph"]) == (1, 1)
     assert len(fp8graph.backend_of(kept).state_dict()) > 1
 
 
@@ -117,10 +119,10 @@ def test_copies_and_scales_go_with_their_model_and_code_at_reset() -> None:
     for i in range(3):
         _use(lambda model, _: torch.compile(model, backend=backend), i)
         counts = alive()
-        assert (counts["bytes"], counts["Page"], counts["Program"]) == (0, 0, i + 1)
+        assert (counts["bytes"], counts["Page"], counts["CompiledGraph"]) == (0, 0, i + 1)
         assert (backend.weights.bytes, len(backend.state_dict()), len(backend.names._names)) == (0, 1, 0)
     torch._dynamo.reset()
-    assert alive()["Program"] == 0
+    assert alive()["CompiledGraph"] == 0
 
 
 @first_fast("policy", [ALL, DELAYED], ids=["tensorwise", "delayed"])
@@ -136,7 +138,7 @@ def test_one_model_is_compiled_again_and_again(policy: Policy) -> None:
         assert len(backend.report.graphs) == 1  # all were alike
     assert found[1:] == found[:1] * 3
     # a copy under a delayed scale is that of its step: made again, it would be another
-    assert (found[0]["Program"], found[0]["bytes"] > 0) == (0, policy is DELAYED)
+    assert (found[0]["CompiledGraph"], found[0]["bytes"] > 0) == (0, policy is DELAYED)
     assert len(backend.names._models) == 1
 
 

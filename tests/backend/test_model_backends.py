@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph.backend import compiled_graph
 from helpers import MLP, first_fast, same_bits
 
 OPTIONS: dict[str, Any] = {"compiler": "eager", "recipe": "delayed"}
@@ -57,11 +58,9 @@ def test_two_models_of_one_class_have_states_of_their_own(asked: str) -> None:
 
 def test_models_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = list[object]()
-    variant = fp8graph.backend.compiling.Compiler.variant
+    compile_variant = compiled_graph.compile_variant
     monkeypatch.setattr(
-        fp8graph.backend.compiling.Compiler,
-        "variant",
-        lambda self, *args: compiled.append(self) or variant(self, *args),
+        compiled_graph, "compile_variant", lambda *args: compiled.append(args[0]) or compile_variant(*args)
     )
     x = torch.randn(16, 32)
     for model in (MLP(), MLP()):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8graph import Backend, Float8CurrentScaling
-from fp8graph.backend import program
-from fp8graph.ir.compilation import Arrived
+from fp8graph.backend import compiled_graph
+from fp8graph.ir.decisions import Arrived
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.planning.scoring import Scoring
 from helpers import ALL, MLP
@@ -34,7 +34,7 @@ def test_the_report_outlives_models() -> None:
 
 
 def test_a_long_history_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "KEPT", 2)
+    monkeypatch.setattr(compiled_graph, "KEPT", 2)
     backend = Backend(ALL, compiler="eager")
     for inner in (16, 32, 48, 64):
         torch.compile(MLP(32, inner), backend=backend)(torch.randn(16, 32))

@@ -11,43 +11,47 @@ from torch import Tensor
 
 from attentions import sdpa
 from fp8graph import DelayedScaling, Policy, Rule
-from fp8graph.backend.compiling import Decided
-from fp8graph.ir.compilation import Known
-from fp8graph.ir.naming import Parameter
+from fp8graph.backend.compiling import Variant
+from fp8graph.ir.naming import split_source
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.hoist_weights import KeptWeight
 from fp8graph.records import AttentionRecord
 from helpers import Two, eager_backend, first_fast
 
 
-def decided(policy: Policy, layer: torch.nn.Module | None = None) -> Decided:
-    """Of a layer that is called "0"."""
-    backend, model = eager_backend(policy, cache_weights="update"), torch.nn.Sequential(layer or Two(72))
-    backend.bind(model)
-    model[0].compile(backend=backend)
-    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    (program,) = backend.programs
-    (variant,) = program._variants.values()
-    return variant.decided
+class Compiled:
+    """The code of a layer that was called "0", and of others that share it."""
 
+    def __init__(self, policy: Policy, layer: torch.nn.Module | None = None) -> None:
+        backend, model = eager_backend(policy, cache_weights="update"), torch.nn.Sequential(layer or Two(72))
+        backend.bind(model)
+        model[0].compile(backend=backend)
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        (graph,) = backend.programs
+        ((self._key, self._variant),) = graph._compiled
+        (((situation, bound), self.first),) = graph._variants.items()
+        self._graph, self._decisions = graph._graph, graph._decisions(situation, bound)
+        self._names = bound.names
 
-def known(found: Decided, policy: Policy, layer: str) -> Known:
-    """The known facts of the same graph for another layer."""
-    parameters: dict[int, Parameter] = {}
-    for site in found.findings.sites:
-        assert site.parameter is not None
-        name = site.fqn.rpartition(".")[2]
-        source = f"L['self']._modules['{name}']._parameters['weight']"
-        bound = f"{layer}.{name}.weight"
-        parameters[site.parameter] = Parameter(source=source, index=site.parameter, bound=bound)
-    return Known(policy=policy, parameters=parameters)
+    def under(self, layer: str, *, last: str = "", has_subgraphs: bool = False) -> Variant | None:
+        """As the code of ``layer``; None if it needs its own. ``last``: the layer of its last parameter, if another."""
+        sources = [split_source(self._graph.sources[index])[1] for index in self._graph.positions]
+        names = [f"{layer}.{source}" for source in sources]
+        names[-1] = f"{last or layer}.{sources[-1]}"
+        findings = dataclasses.replace(self._variant.findings, has_subgraphs=has_subgraphs)
+        variant, parameters = dataclasses.replace(self._variant, findings=findings), self._graph.parameters(names)
+        key = variant.key_under(self._decisions, self._graph.parameters(self._names))
+        assert has_subgraphs or key == self._key
+        shares = variant.key_under(self._decisions, parameters) == key
+        return variant.under(self._decisions, parameters) if shares else None
 
 
 def test_everything_that_has_a_name_gets_the_new_one() -> None:
     policy = Policy(default=DelayedScaling(amax_history_len=4), min_speedup=0)
-    old = decided(policy)
+    compiled = Compiled(policy)
+    old = compiled.first
     assert {site.fqn for site in old.findings.sites} == {"0.gate", "0.up"}
-    new = old.under(known(old, policy, "7"))
+    new = compiled.under("7")
     assert new is not None
     assert [site.fqn for site in new.findings.sites] == ["7.gate", "7.up"]
     assert {gemm.fqn for gemm in new.view.gemms} == {"7.gate", "7.up"}
@@ -62,8 +66,9 @@ def test_everything_that_has_a_name_gets_the_new_one() -> None:
 
 def test_another_rule_that_asks_for_the_same_is_named_in_the_reason() -> None:
     policy = Policy([Rule("0.*", "tensorwise"), Rule("7.*", "tensorwise")], default=None, min_speedup=0)
-    old = decided(policy)
-    new = old.under(known(old, policy, "7"))
+    compiled = Compiled(policy)
+    old = compiled.first
+    new = compiled.under("7")
     assert new is not None
     assert {(gemm.rule, gemm.reason.partition(";")[0]) for gemm in old.view.gemms} == {(0, 'rule "0.*" -> tensorwise')}
     assert {(gemm.rule, gemm.reason.partition(";")[0]) for gemm in new.view.gemms} == {(1, 'rule "7.*" -> tensorwise')}
@@ -82,16 +87,17 @@ class Attending(torch.nn.Module):
 def test_attention_is_decided_and_named_anew() -> None:
     rules = [Rule(f"{layer}.*", "tensorwise", op="attention") for layer in (0, 7)]
     policy = Policy([*rules, Rule("8.*", "rowwise", op="attention")], default=None)
-    old = decided(policy, Attending())
-    new = old.under(known(old, policy, "7"))
+    compiled = Compiled(policy, Attending())
+    old = compiled.first
+    new = compiled.under("7")
     assert new is not None
     for found, layer, rule in ((old, 0, 0), (new, 7, 1)):
         assert [site.fqn for site in found.findings.others[AttentionRecord]] == [f"{layer}.attention"]
         forward, backward = found.view.attention
         assert (forward.fqn, forward.rule, backward.fqn) == (f"{layer}.attention", rule, f"{layer}.attention")
         assert forward.reason.startswith(f'rule "{layer}.*" (op attention) -> tensorwise')
-    assert old.under(known(old, policy, "8")) is None  # another recipe
-    assert old.under(known(old, policy, "9")) is None  # none
+    assert compiled.under("8") is None  # another recipe
+    assert compiled.under("9") is None  # none
 
 
 OTHERWISE: list[Any] = [
@@ -105,18 +111,15 @@ OTHERWISE: list[Any] = [
 @first_fast("rules", OTHERWISE)
 def test_a_layer_that_is_decided_otherwise_has_code_of_its_own(rules: list[Rule]) -> None:
     policy = Policy(rules, default="tensorwise", min_speedup=0)
-    old = decided(policy)
-    assert old.under(known(old, policy, "7")) is None
-    assert old.under(known(old, policy, "8")) is not None
+    compiled = Compiled(policy)
+    assert compiled.under("7") is None
+    assert compiled.under("8") is not None
 
 
 def test_other_modules_and_subgraphs_have_code_of_their_own() -> None:
     """Linears of one module may be joined; those of two are not."""
-    policy = Policy(default="tensorwise", min_speedup=0)
-    old = decided(policy)
-    told = known(old, policy, "7")
-    first, second = told.parameters.values()
-    apart = {first.index: first, second.index: dataclasses.replace(second, bound="8.up.weight")}
-    assert old.under(dataclasses.replace(told, parameters=apart)) is None
-    nested = dataclasses.replace(old, findings=dataclasses.replace(old.findings, has_subgraphs=True))
-    assert nested.under(told) is None
+    compiled = Compiled(Policy(default="tensorwise", min_speedup=0))
+    assert compiled.under("7") is not None
+    assert compiled.under("7", last="8") is None
+    assert compiled.under("7", has_subgraphs=True) is None
+    assert compiled.under("0", has_subgraphs=True) is not None

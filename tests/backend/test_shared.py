@@ -118,7 +118,7 @@ def test_ranks_that_decide_otherwise_say_so(setting: str) -> None:
     others = {name: value for name, value in settings.items() if name != setting}
 
     def decides(**settings: Any) -> str:
-        return Backend(compiler="eager", **settings)._shared.decides(training=True)
+        return Backend(compiler="eager", **settings).decides(training=True)
 
     assert decides(**others) == decides(**others, strict=True)  # decides nothing
     assert decides(**others) != decides(**settings)

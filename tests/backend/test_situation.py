@@ -6,22 +6,24 @@ from typing import Any
 
 import pytest
 
-from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
-from fp8graph.backend.dynamo_graph import Situation, region_text
-from fp8graph.ir.compilation import Arrived
+from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, register_recipe
+from fp8graph.backend.dynamo_graph import Situation
+from fp8graph.ir.decisions import Arrived
 from fp8graph.passes.observe.measuring import Observed
-from fp8graph.recipes.autocast import POLICY
+from fp8graph.recipes.autocast import DISABLED, POLICY, Region, region_of
+from fp8graph.recipes.rules import INHERIT
 from fp8graph.runtime.policies import Policies
 
 
 def test_situations_are_keys() -> None:
-    in_force = Policies(None).now
-    one: dict[str, Any] = {"policy": "p", "region": DelayedScaling(), "amax_group": None, "in_force": in_force}
+    policies = Policies(None)
+    one: dict[str, Any] = {"policy": policies.now, "region": None, "amax_group": None, "conditions": ()}
     assert Situation(**one) == Situation(**one)
+    policies.set(Policy(default="rowwise"))
     others: list[dict[str, Any]] = [
-        {"policy": "q"},
-        {"region": None},
-        {"region": "rowwise"},
+        {"policy": policies.now},
+        {"region": region_of("tensorwise")},
+        {"region": region_of("rowwise")},
         {"amax_group": "0"},
         {"conditions": (Observed(),)},
         {"conditions": (Observed(layers=("up",)),)},
@@ -32,7 +34,7 @@ def test_situations_are_keys() -> None:
 
 def test_conditions_pass_or_last() -> None:
     arrived, observed = Arrived(frozenset({0})), Observed()
-    one: dict[str, Any] = {"policy": "p", "region": None, "amax_group": None, "in_force": Policies(None).now}
+    one: dict[str, Any] = {"policy": Policies(None).now, "region": None, "amax_group": None}
     both = Situation(**one, conditions=(observed, arrived))
     assert both.passes
     rule = both.without(passing=True)
@@ -42,22 +44,23 @@ def test_conditions_pass_or_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("region", "text"),
+    ("given", "recipe"),
     [
-        (None, "policy"),
-        (POLICY, "policy"),
-        ("tensorwise", repr(Float8CurrentScaling())),
-        (DelayedScaling(margin=1), repr(DelayedScaling(margin=1))),
-        ("nosuch", "unknown"),
+        (POLICY, INHERIT),
+        (DISABLED, None),
+        ("high_precision", None),
+        ("tensorwise", Float8CurrentScaling()),
+        (DelayedScaling(margin=1), DelayedScaling(margin=1)),
     ],
 )
-def test_region_text(region: Any, text: str) -> None:
-    assert region_text(region) == text
+def test_a_region_has_a_recipe_and_is_one_object(given: Any, recipe: Any) -> None:
+    assert region_of(given).recipe == recipe
+    assert region_of(given) is region_of(given)
 
 
-def test_a_name_stands_for_what_it_was_registered_as_last() -> None:
-    texts: list[str] = []
+def test_a_name_stands_for_what_it_was_registered_as_when_it_is_looked_up() -> None:
+    regions: list[Region] = []
     for margin in (1, 2):
         register_recipe("of_test_situation", DelayedScaling(margin=margin))
-        texts.append(region_text("of_test_situation"))
-    assert texts == [repr(DelayedScaling(margin=margin)) for margin in (1, 2)]
+        regions.append(region_of("of_test_situation"))
+    assert [region.recipe for region in regions] == [DelayedScaling(margin=margin) for margin in (1, 2)]

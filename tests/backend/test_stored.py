@@ -13,20 +13,23 @@ import pytest
 import torch
 
 from fp8graph import Policy
-from fp8graph.backend.stored import Stored
+from fp8graph.backend import stored
 from fp8graph.ir.compilation import Findings
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.report import GraphView
 from helpers import MLP, eager_backend, graph_text
 
+Entry = tuple[GraphView, Findings]
 
-def found(recipe: str = "delayed") -> Stored:
+
+def found(recipe: str = "delayed") -> Entry:
     """Copies of joined weights, and pages."""
     backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights="update")
     torch.compile(MLP(128, 256), backend=backend)(torch.randn(16, 128, requires_grad=True))
     ((program,),) = [list(backend.programs)]
     ((_, variant),) = program._variants.items()
-    return Stored(view=variant.decided.view, findings=variant.findings)
+    return variant.view, variant.findings
 
 
 def described(findings: Findings) -> list[Any]:
@@ -40,20 +43,20 @@ def described(findings: Findings) -> list[Any]:
     return [*weights, findings.of(PageLayout), [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
 
 
-def dumped(stored: Stored) -> bytes:
-    content = stored.dumped()
+def dumped(entry: Entry) -> bytes:
+    content = stored.dumped(*entry)
     assert content is not None
     return content
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_dumped_findings_are_loaded(recipe: str) -> None:
-    kept = found(recipe)
-    again = Stored.loaded(dumped(kept))
+    view, findings = found(recipe)
+    again = stored.loaded(dumped((view, findings)))
     assert again is not None
-    assert len(kept.findings.of(KeptWeight)) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
-    assert described(again.findings) == described(kept.findings)
-    assert again.view.to_dict() == kept.view.to_dict()
+    assert len(findings.of(KeptWeight)) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
+    assert described(again[1]) == described(findings)
+    assert again[0].to_dict() == view.to_dict()
 
 
 def test_damaged_bytes_are_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +69,9 @@ def test_damaged_bytes_are_not_even_read(monkeypatch: pytest.MonkeyPatch) -> Non
     for bit in [*range(512), *generator.sample(range(len(content) * 8), 2000)]:  # the checksum's own bits, and others
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert Stored.loaded(bytes(damaged)) is None, bit
+        assert stored.loaded(bytes(damaged)) is None, bit
     for length in (0, 1, 31, 32, 33, len(content) // 2, len(content) - 1):
-        assert Stored.loaded(content[:length]) is None, length
+        assert stored.loaded(content[:length]) is None, length
     assert read == []
 
 
@@ -116,13 +119,13 @@ def test_entries_of_another_version_are_not_loaded(change: Any, caplog: pytest.L
     changed = pickle.dumps(Raises(change)) if change in ERRORS else change(pickled)
     assert changed != pickled
     with caplog.at_level(logging.DEBUG, "fp8graph"):
-        assert Stored.loaded(with_its_checksum(zlib.compress(changed))) is None
+        assert stored.loaded(with_its_checksum(zlib.compress(changed))) is None
     assert "the graph is traced again" in caplog.text
 
 
 def test_findings_that_cannot_be_pickled_are_not_cached(caplog: pytest.LogCaptureFixture) -> None:
-    kept = found()
-    object.__setattr__(kept.findings, "sites", (lambda: None,))
+    view, findings = found()
+    object.__setattr__(findings, "sites", (lambda: None,))
     with caplog.at_level(logging.DEBUG, "fp8graph"):
-        assert kept.dumped() is None
+        assert stored.dumped(view, findings) is None
     assert "are not cached" in caplog.text

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import Backend, DelayedScaling, Policy
-from fp8graph.ir.compilation import Compilation, Findings, Known
+from fp8graph.ir.compilation import Compilation, Findings
 from fp8graph.ir.naming import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site, Use
@@ -19,13 +19,13 @@ from fp8graph.passes.accumulate_wgrad import Gradient
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.gather_weights import ReadWhole
 from fp8graph.records import AttentionRecord, GemmRecord, OtherRecord
-from helpers import MLP, passed
+from helpers import MLP, facts_of, passed
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
 
 def compilation(**known: Any) -> Compilation:
-    return Compilation(known=dataclasses.replace(Known(policy=Policy()), **known))
+    return Compilation(known=facts_of(Policy(), **known))
 
 
 def site(fqn: str) -> Site:

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fp8graph
 from fp8graph import NVFP4BlockScaling, Policy, Rule, explain
-from fp8graph.passes.assign import Blocks
+from fp8graph.ir.decisions import Decisions, stacks_of
+from fp8graph.ir.naming import Place
+from fp8graph.ir.sites import Site
+from fp8graph.models import general_policy
 from helpers import first_slow
+
+
+def in_high_precision(names: Sequence[str], recipe: str = "nvfp4") -> list[str]:
+    """The layers among ``names`` that the default policy leaves in high precision under ``recipe``."""
+    decisions = Decisions(policy=general_policy(recipe).resolved(), stacks=stacks_of(names))
+    place = Place(root="", path="", parameter=None)
+    sites = [Site(place=place, fqn=name, op="linear", region=None) for name in names]
+    return [site.fqn for site in sites if not any(decisions.of(site).recipes.values())]
 
 
 @pytest.mark.parametrize(("blocks", "kept"), [(1, 0), (3, 0), (4, 1), (9, 1), (10, 2), (32, 5), (52, 8)])
 def test_the_last_fifteen_percent(blocks: int, kept: int) -> None:
-    found = Blocks(f"model.layers.{i}.mlp.up_proj" for i in range(blocks))
-    last = [i for i in range(blocks) if found.last(f"model.layers.{i}.mlp.up_proj", 0.15)]
-    assert last == list(range(blocks - kept, blocks))
-    assert all(found.last(f"model.layers.{i}.mlp.up_proj", 0.15) == kept for i in last)
+    names = [f"model.layers.{i}.mlp.up_proj" for i in range(blocks)]
+    assert in_high_precision(names) == names[blocks - kept :]
+    assert in_high_precision(names, "mxfp8") == []
 
 
 def test_each_stack_has_its_own() -> None:
     names = [f"vision.blocks.{i}.0.fc" for i in range(8)] + [
         f"layers.{i}.experts.{j}.up" for i in range(4) for j in (0, 1)
     ]
-    found = Blocks([*names, "lm_head", "projector.linear"])
-    last = {name for name in names if found.last(name, 0.15)}
-    assert last == {"vision.blocks.7.0.fc", "layers.3.experts.0.up", "layers.3.experts.1.up"}
-    assert found.last("lm_head", 0.15) == found.last("elsewhere.7.fc", 0.15) == 0
+    kept = in_high_precision([*names, "projector.linear"])
+    assert kept == ["vision.blocks.7.0.fc", "layers.3.experts.0.up", "layers.3.experts.1.up"]
 
 
 def model(layers: int = 4) -> Any:
@@ -52,9 +60,7 @@ def recipes(**settings: Any) -> dict[str, tuple[str | None, str]]:
 def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     found = recipes(recipe="nvfp4")
     assert [recipe for recipe, _ in found.values()] == ["nvfp4", "nvfp4", "nvfp4", None]
-    assert (
-        found["model.layers.3.mlp.up_proj"][1] == "the last of 4 blocks in this graph: nvfp4 needs more precision there"
-    )
+    assert found["model.layers.3.mlp.up_proj"][1] == "the last of 4 blocks: nvfp4 needs more precision there"
 
 
 @first_slow(
@@ -69,12 +75,3 @@ def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
 )
 def test_last_blocks_only_apply_to_the_default_policy(settings: dict[str, Any]) -> None:
     assert all(recipe is not None for recipe, _ in recipes(**settings).values())
-
-
-def test_a_gemm_of_another_recipe_stays() -> None:
-    """The policy's default has one recipe for all GEMMs; only those that want it lose theirs."""
-    resolution = Policy(default="nvfp4").resolve("layers.3.up", "linear")
-    mixed = {**resolution.recipes, "wgrad": fp8graph.MXFP8BlockScaling()}
-    object.__setattr__(resolution, "recipes", mixed)
-    found = Blocks(f"layers.{i}.up" for i in range(4)).without_the_last("layers.3.up", resolution)
-    assert [recipe and recipe.name for recipe in found.recipes.values()] == [None, None, "mxfp8"]

@@ -13,7 +13,8 @@ import fp8graph
 from attentions import FORMS_IN_TRAINING, OPS, Attention, qkv, sdpa, written_out
 from fp8graph import Policy, Rule
 from fp8graph.compat.attention import VARLEN, varlen
-from fp8graph.passes.attention.find import LEFT_ALONE, LENGTHS
+from fp8graph.passes.attention.find import LENGTHS
+from fp8graph.recipes.policy import LEFT_ALONE
 from helpers import NONE, around, view_of
 from tiny_models import TINY
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.analysis import gather_path
-from fp8graph.ir.compilation import InitialScales, Known
+from fp8graph.ir.decisions import InitialScales
 from fp8graph.ir.nodes import USES_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of
+from helpers import facts_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
@@ -95,9 +96,9 @@ def test_all_ranks_that_gather_must_reduce_together(
 ) -> None:
     monkeypatch.setattr(gather_path.collectives, "ranks_of", frozenset)
     node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe, is_weight=False)]})
-    compilation: Any = SimpleNamespace(known=Known(policy=Policy(), amax_group=reducing))
+    compilation: Any = SimpleNamespace(known=facts_of(Policy(), amax_group=reducing))
     assert gather_path.scale_may_differ(node, gathering, compilation) is may_differ
-    begins: Any = SimpleNamespace(known=Known(policy=Policy(), amax_group=reducing, conditions=(InitialScales(),)))
+    begins: Any = SimpleNamespace(known=facts_of(Policy(), amax_group=reducing, conditions=(InitialScales(),)))
     assert gather_path.scale_may_differ(node, gathering, begins)  # each rank has the amax of its shard
 
 

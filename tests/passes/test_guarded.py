@@ -18,7 +18,7 @@ USERS = Policy([Rule("up", "tensorwise"), Rule("*", None, steps=(0, 10))], defau
 
 def guarded() -> tuple[Guarded, Policies]:
     backend = Backend(USERS)
-    return backend.store(Guarded), backend._shared.policies
+    return backend.store(Guarded), backend.services.policies
 
 
 def test_one_rule_per_layer_before_the_users() -> None:
@@ -33,9 +33,9 @@ def test_a_schedule_is_kept() -> None:
     own, policies = guarded()
     own.apply([(FIRST, "why")])
     assert own.policy.rules == (FIRST, *USERS.rules)
-    assert policies.asked == own.policy.at_step(0)
+    assert policies.current == own.policy.at_step(0)
     policies.advance(10)
-    assert policies.asked == own.policy.at_step(10)
+    assert policies.current == own.policy.at_step(10)
 
 
 def test_saved_rules_are_the_current_rules() -> None:

@@ -16,7 +16,8 @@ from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.compat import aot
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Arrived, Compilation, Known
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.decisions import Arrived
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
@@ -27,7 +28,7 @@ from fp8graph.numerics import sqnr_db
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, gather_weights
 from fp8graph.passes.hoist_weights import KeptWeight, hoist_weights, may_keep_weights
-from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, graph_text, view_of
+from helpers import ALL, MLP, Weight, brief, eager_backend, facts_of, first_fast, graph_text, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
@@ -181,7 +182,7 @@ def a_weight_and_spares(spares: int) -> fx.Graph:
 
 def compilation(spares: int = 2, **known: Any) -> Compilation:
     known = {"parameters": {0: Parameter(source="L['self'].w", index=0)}, "settings": Settings(), **known}
-    return Compilation(known=Known(policy=ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known))
+    return Compilation(known=facts_of(ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known))
 
 
 def test_a_graph_by_hand() -> None:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.sites import Site
 from fp8graph.passes.match import match
 from fp8graph.recipes.policy import Policy
-from helpers import MLP, NONE, Weight, view_of
+from helpers import MLP, NONE, Weight, facts_of, view_of
 
 
 def sites_of(module: Any, *args: Tensor) -> list[Site]:
     """The sites that match finds in the joint graph of ``module(*args)``."""
     graph = view_of(module, *args, policy=NONE).module.graph
-    compilation = Compilation(known=Known(policy=Policy(default=None)))
+    compilation = Compilation(known=facts_of(Policy(default=None)))
     match(graph, compilation)
     return compilation.sites
 

@@ -25,7 +25,7 @@ def observed_view(
     compiled(*args)
     (program,) = backend.programs
     (variant,) = [variant for (situation, _), variant in program._variants.items() if situation.conditions]
-    return variant.decided.view
+    return variant.view
 
 
 def measuring(view: GraphView, stage: str = "observe") -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph import Backend, RefusalRecord
-from fp8graph.backend.stored import Stored
+from fp8graph.backend import stored
 from fp8graph.report import GraphView
 from helpers import ALL, MLP, Two, view_of
 
@@ -49,11 +49,11 @@ def test_reasons_are_kept_with_compiled_code() -> None:
     torch.compile(Two(72), backend=backend)(x())
     ((program,),) = [list(backend.programs)]
     ((_, variant),) = program._variants.items()
-    assert len(variant.decided.view.refusals) == 2
-    content = Stored(view=variant.decided.view, findings=variant.findings).dumped()
-    again = None if content is None else Stored.loaded(content)
+    assert len(variant.view.refusals) == 2
+    content = stored.dumped(variant.view, variant.findings)
+    again = None if content is None else stored.loaded(content)
     assert again is not None
-    assert again.view.refusals == variant.decided.view.refusals
+    assert again[0].refusals == variant.view.refusals
 
 
 def test_layers_that_share_code_have_reasons_of_their_own() -> None:

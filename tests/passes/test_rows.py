@@ -19,7 +19,7 @@ def records(
 ) -> list[GemmRecord]:
     x = torch.randn(16, 32, dtype=dtype, requires_grad=True)
     _, compilation = passed(module.to(dtype), x, last="assign", policy=policy, **known)
-    return [row for row in compilation.rows if isinstance(row, GemmRecord)]
+    return [compilation.explain(row) for row in compilation.rows if isinstance(row, GemmRecord)]
 
 
 def test_sizes_are_those_of_the_gemm() -> None:
@@ -58,6 +58,6 @@ def test_siblings_are_named_once_they_are_one() -> None:
     before = [*compilation.rows]
     compilation.amend({("up", 0, "dgrad"): "one GEMM with gate, other"}, dtype="fp32")
     changed = [row for row, old in zip(compilation.rows, before, strict=True) if row != old]
-    assert [(r.fqn, r.gemm, r.reason, r.dtypes[2]) for r in changed if isinstance(r, GemmRecord)] == [
-        ("up", "dgrad", "default; one GEMM with gate, other", "fp32")
-    ]
+    assert [
+        (r.fqn, r.gemm, r.reason, r.dtypes[2]) for r in map(compilation.explain, changed) if isinstance(r, GemmRecord)
+    ] == [("up", "dgrad", "default; one GEMM with gate, other", "fp32")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Float8CurrentScaling, Policy, Rule
 from fp8graph.passes.share import Group
-from helpers import ALL, MLP, Weight, brief, dialect_counts, first_fast, same_bits, step, view_of
+from helpers import ALL, MLP, Weight, brief, dialect_counts, facts_of, first_fast, same_bits, step, view_of
 
 E4M3 = Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3)
 POWER_2 = Float8CurrentScaling(power_2_scale=True)
@@ -113,13 +113,13 @@ def test_sharing_changes_no_bit() -> None:
     from torch._inductor.compile_fx import compile_fx
 
     from fp8graph.backend.inductor_passes import run_eagerly  # pyright: ignore
-    from fp8graph.ir.compilation import Compilation, Known
+    from fp8graph.ir.compilation import Compilation
     from fp8graph.passes import JOINT_PIPELINE, share
 
     def backend(pipeline: Any) -> Any:
         def run(graph: Any) -> None:
             # Without a map of parameters every matmul is a "matmul" site: the rule asks for all.
-            compilation = Compilation(known=Known(policy=Policy([Rule("*", "tensorwise", op="*")])))
+            compilation = Compilation(known=facts_of(Policy([Rule("*", "tensorwise", op="*")])))
             for each in pipeline:
                 if each.needed(graph, compilation):
                     each.run(graph, compilation)

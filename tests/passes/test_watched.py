@@ -18,7 +18,7 @@ def sites(policy: Policy) -> dict[str, tuple[object, ...]]:
     backend = Backend(policy, compiler="eager")
     model = torch.compile(MLP(), backend=backend)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    found = sites_of(backend.programs, backend._shared.policies)
+    found = sites_of(backend.programs, backend.services.policies)
     return {name: (site.by_user, site.recipes, site.runs, site.obstacle) for name, site in found.items()}
 
 

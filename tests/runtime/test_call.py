@@ -20,9 +20,8 @@ import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.compat import autograd
 from fp8graph.runtime import call, staleness
-from fp8graph.runtime.call import Called, Prepared, PreparedCalls
+from fp8graph.runtime.call import BoundCall
 from fp8graph.runtime.contents import Look
-from fp8graph.runtime.staleness import Epoch
 from helpers import ALL, MLP, eager_backend
 
 
@@ -144,33 +143,66 @@ def test_prepared_calls_keep_nothing_alive() -> None:
     backend = eager_backend(ALL, cache_weights=True)
     run = torch.compile(model, backend=backend)
     run(torch.randn(16, 32))
-    assert any(p._prepared._calls for p in backend.programs)
+    assert any(graph._calls for graph in backend.programs)
     parameters = [weakref.ref(p) for p in model.parameters()]
     del model, run
     torch._dynamo.reset()
     gc.collect()
     assert [reference() for reference in parameters] == [None] * 3
-    assert not any(prepared._calls for prepared in (p._prepared for p in backend.programs))
+    assert not any(graph._calls for graph in backend.programs)
 
 
-def test_a_prepared_call_goes_with_the_parameters_of_its_last_preparation() -> None:
+def test_a_call_goes_with_the_parameters_that_it_is_bound_to() -> None:
     """The first one is the same: a layer whose second weight was replaced, and is replaced again."""
-    first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    epoch = Epoch()
-    calls = PreparedCalls(epoch, [0, 1])
+    model, x = MLP(), torch.randn(16, 32)
+    backend = eager_backend(ALL, cache_weights=True)
+    run = torch.compile(model, backend=backend)
+    *_, last = (name for name, _ in model.named_parameters())
+    with torch.no_grad():
+        run(x)
+        (graph,) = backend.programs
 
-    def keep(*args: Tensor) -> weakref.ref[Prepared]:
-        more, ids = [torch.zeros(1)], calls.ids(args)
-        call = Prepared(run=torch.add, more=more, acting=[], epoch=epoch.now, parameters=ids, fresh=None)
-        calls.keep(args, None, call)
-        return weakref.ref(call)
+        def bound() -> list[weakref.ref[BoundCall]]:
+            return [weakref.ref(call) for calls in graph._calls.values() for call in calls]
 
-    keep(first, second)
-    kept = keep(first, third)
-    del second
-    assert calls.get([first, third], None) is kept() is not None
-    del third
-    assert kept() is None
+        (first,) = bound()
+        second = nn.Parameter(torch.zeros_like(model.get_parameter(last)))
+        module = model.get_submodule(last.rpartition(".")[0])
+        module.weight = second
+        run(x)
+        assert first() is None  # its parameter was freed
+        (kept,) = bound()
+        module.weight = nn.Parameter(torch.ones_like(second))
+        del second
+        assert kept() is None
+        assert graph._calls == {}
+        run(x)
+    assert [dict(calls).keys() for calls, _ in graph.calls()] == [set(graph._graph.positions)]
+
+
+def test_layers_that_share_a_first_parameter_do_not_take_turns() -> None:
+    """One graph for two layers whose inputs begin with one parameter: each call would be bound again."""
+
+    class Scaled(nn.Module):
+        def __init__(self, scale: nn.Parameter) -> None:
+            super().__init__()
+            self.scale, self.linear = scale, nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * self.scale)
+
+    shared = nn.Parameter(torch.ones(32))
+    model, backend = nn.Sequential(Scaled(shared), Scaled(shared)), eager_backend(ALL)
+    x = torch.randn(16, 32, requires_grad=True)
+    backend.bind(model)
+    for layer in model:
+        layer.compile(backend=backend)
+    model(x).sum().backward()
+    (graph,) = backend.programs
+    before = [call for calls in graph._calls.values() for call in calls]
+    model(x).sum().backward()
+    assert [call for calls in graph._calls.values() for call in calls] == before
+    assert len(before) == len(list(graph.calls())) == 2
 
 
 def test_memory_that_comes_back_to_its_address_is_not_taken_for_the_old_one() -> None:
@@ -210,14 +242,3 @@ def test_a_prepared_call_ends_with_what_it_was_prepared_for(change: str) -> None
         else:
             model.gate.weight = nn.Parameter(torch.zeros_like(model.gate.weight))
             assert not run(x).any()
-
-
-def test_the_parameters_of_calls_are_not_kept_alive() -> None:
-    first, second, shared = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    called = Called([0, 2])
-    for args, note in (((shared, 1, first), "a"), ((shared, 2, second), "b"), ((shared, 3, first), "c")):
-        called.note(args, note)
-    assert [(sorted(parameters), note) for parameters, note in called] == [([0, 2], "c"), ([0, 2], "b")]
-    assert [parameters[2] == id(x) for (parameters, _), x in zip(called, (first, second), strict=True)] == [True, True]
-    del args, first
-    assert [note for _, note in called] == ["b"]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from fp8graph import ConfigError, Policy, Rule, hardware
+from fp8graph import ConfigError, Float8RowwiseScaling, Policy, Rule, hardware
+from fp8graph.ir.decisions import Decisions
 from fp8graph.models import FAMILIES, general_policy
 from fp8graph.models.general import families_of
-from fp8graph.recipes.autocast import DISABLED, POLICY
+from fp8graph.recipes.autocast import DISABLED, POLICY, region_of
 from fp8graph.runtime.policies import Policies
 
 
@@ -22,7 +23,7 @@ def policies(policy: Any = None, recipe: Any = None, target: str = "sm_90") -> P
 @pytest.mark.parametrize(("target", "recipe"), [("sm_90", "tensorwise"), ("sm_100", "mxfp8")])
 def test_the_default_is_the_targets(target: str, recipe: str) -> None:
     found = policies(target=target)
-    assert found.asked == Policy(extends="default")
+    assert found.whole == Policy(extends="default")
     assert found.current == general_policy(recipe)
 
 
@@ -55,7 +56,7 @@ def in_fp8(policy: Policy, name: str) -> bool:
 def test_families_add_their_rules_unless_the_user_chose(family: str, kept: tuple[str, ...]) -> None:
     found, chosen = policies(), policies(Policy())
     plain, identity = found.of(())
-    assert plain is found.current
+    assert plain == found.current.resolved()
     of_family, other = found.of((family,))
     assert [in_fp8(plain, name) for name in kept] == [True] * len(kept)
     assert [in_fp8(of_family, name) for name in kept] == [False] * len(kept)
@@ -63,7 +64,7 @@ def test_families_add_their_rules_unless_the_user_chose(family: str, kept: tuple
     assert other != identity
     assert found.of((family,))[0] is of_family
     assert chosen.of((family,)) == chosen.of(())
-    assert chosen.of(())[0] is chosen.current
+    assert chosen.of(())[0] == chosen.current.resolved()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,12 +102,14 @@ def test_default_policy_keeps_routers_and_adapters(kept: str, rewritten: str) ->
     ],
 )
 def test_may_rewrite_by_policy_and_regions(policy: Policy, regions: list[Any], may: bool) -> None:
-    assert policies(policy).now.may_rewrite(regions) == may
+    given = {str(index): region_of(region) for index, region in enumerate(regions) if region is not None}
+    decisions = Decisions(policy=policies(policy).now.of(())[0], regions=given)
+    assert decisions.may_rewrite == may
 
 
 def test_lines_tell_policies_apart() -> None:
     lines = policies(Policy([Rule("up", None)], default="rowwise", min_speedup=1.5)).lines()
-    assert lines == [f"rule 0 {Rule('up', None)!r}", "default 'rowwise'", "min_speedup 1.5"]
+    assert lines == [f"rule 0 {Rule('up', None)!r}", f"default {Float8RowwiseScaling()!r}", "min_speedup 1.5"]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_unobserved_graphs_do_not_depend_on_it(tmp_path: Path) -> None:
     identities: list[Any] = []
     for policy in (POLICY, written(tmp_path)):
         backend = Backend(policy, compiler="eager")
-        identities.append((backend._shared.policies.identities(), backend._shared.decides(training=True)))
+        identities.append((backend.services.policies.identities(), backend.decides(training=True)))
     assert identities[0] == identities[1]
 
 

@@ -35,7 +35,7 @@ class Calls:
         self.page = torch.ones(page_shape(RECIPE.amax_history_len, 1))
         self.layout = layout(backward=backward)
         self.now = "first"
-        self.moments: list[Any] = []
+        self.situations: list[Any] = []
         self.seen: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ class Calls:
             self.seen.append(self.page.clone())
             return x.sin()
         call = self.recomputations.of_call()
-        moment = call.first.moment if call.first is not None else (self.now, None)
-        call.keep(moment, records=records)
+        situation = call.first.situation if call.first is not None else (self.now, None)
+        call.keep(situation, records=records)
         keep_scales(call, layouts, pages)
         with as_first(call, layouts, pages, records=records) as (page,):
-            self.moments.append(moment[0])
+            self.situations.append(situation[0])
             self.seen.append(page.clone())
             if records:
                 page.add_(self.amax)
@@ -114,14 +114,14 @@ def test_pages_of_backward_are_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_moment_is_that_of_the_first_call(reentrant: bool) -> None:
+def test_a_situation_is_that_of_the_first_call(reentrant: bool) -> None:
     calls, (a, b) = Calls(), inputs(2)
     first = checkpoint(calls, a, use_reentrant=reentrant)
     calls.now = "second"
     second = checkpoint(calls, b, use_reentrant=reentrant)
     calls.now = "backward"
     (first + second).sum().backward()  # pyright: ignore
-    assert calls.moments == ["first", "second", "second", "first"]
+    assert calls.situations == ["first", "second", "second", "first"]
 
 
 def test_a_recomputation_that_trains_is_observed_where_its_forward_was_an_evaluation() -> None:
@@ -143,7 +143,7 @@ def test_a_graph_may_be_run_backward_again(reentrant: bool) -> None:
     calls.now = "backward"
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert calls.moments == ["first"] * 3
+    assert calls.situations == ["first"] * 3
     assert calls.scales == [1.0] * 3
 
 
@@ -156,16 +156,16 @@ def test_a_call_too_many() -> None:
         return x
 
     run(more_and_more, x, reentrant=True)  # it can only be as the others
-    assert calls.moments == ["first"] * 3
+    assert calls.situations == ["first"] * 3
 
-    def of_different_moments(x: Tensor) -> Tensor:
-        for moment in ["first", "second", "third"][: 3 if autograd.in_backward() else 2]:
-            calls.now = moment
+    def of_different_situations(x: Tensor) -> Tensor:
+        for situation in ["first", "second", "third"][: 3 if autograd.in_backward() else 2]:
+            calls.now = situation
             x = calls(x)
         return x
 
     with pytest.raises(Fp8GraphError, match=r"2 calls, under different regions or policies.* call 3 repeats"):
-        run(of_different_moments, x, reentrant=True)
+        run(of_different_situations, x, reentrant=True)
 
 
 def test_forward_without_recomputation_is_forgotten() -> None:

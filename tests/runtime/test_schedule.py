@@ -162,9 +162,9 @@ def test_a_damaged_step(step: Any) -> None:
 
 def test_ranks_compare_the_schedule_not_the_step_of_an_evaluation() -> None:
     model, backend = model_and()
-    lines = backend._shared.policies.lines()
+    lines = backend.services.policies.lines()
     train(model, [torch.optim.AdamW(model.parameters())], backend, 4)
-    assert backend._shared.policies.lines() == lines
+    assert backend.services.policies.lines() == lines
     assert "steps=(0, 2)" in lines[0]
 
 

@@ -20,11 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
-from fp8graph import Backend, numerics
+from fp8graph import Backend, Policy, numerics
 from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.decisions import Decisions
 from fp8graph.ir.edit import sign
 from fp8graph.ir.naming import Parameter, graph_inputs
 from fp8graph.ir.text import GraphText
@@ -226,7 +227,7 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     sources = {index: source for (_, index), source in inputs if index is not None}
     parameters = {i: Parameter(source=s, index=i) for i, s in sources.items() if "_parameters[" in s}
     facts: dict[str, Any] = {"sources": tuple(sources[i] for i in sorted(sources)), "parameters": parameters, **known}
-    compilation = Compilation(known=Known(policy=policy, **facts))
+    compilation = Compilation(known=facts_of(policy, **facts))
     for each in pipeline:
         if each.needed(graph, compilation):
             each.run(graph, compilation)
@@ -234,6 +235,12 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
         if each.name == last:
             return graph, compilation
     raise ValueError(f"no pass is called {last!r}")
+
+
+def facts_of(policy: Policy, **fields: Any) -> Known:
+    """The facts of a graph, of the fields of :class:`Known` and of :class:`Decisions`."""
+    deciding = {name: fields.pop(name) for name in Decisions.__dataclass_fields__.keys() & fields.keys()}
+    return Known(decisions=Decisions(policy=policy, **deciding), **fields)
 
 
 def inputs_of(view: GraphView, module: nn.Module, x: Tensor) -> list[Tensor]:
