@@ -12,6 +12,7 @@ if __name__ != "fp8graph.passes":
     raise ImportError(f"import fp8graph.passes, not {__name__}")
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -36,10 +37,10 @@ from fp8graph.passes.hoist_weights.weight_cache import WeightCache
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.observe import is_observed, observe, wanted_statistics
-from fp8graph.passes.observe.guard import Guarded
+from fp8graph.passes.observe.guard import Guarded, GuardMethods
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.passes.observe.score import Scores, is_scored, score
-from fp8graph.passes.observe.statistics import Observing
+from fp8graph.passes.observe.statistics import ObserveMethods, Observing
 from fp8graph.passes.order_groups import has_groups, order_groups
 from fp8graph.passes.order_scales import has_tiles, order_scales
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
@@ -51,7 +52,7 @@ from fp8graph.passes.share import share
 from fp8graph.passes.smooth import smooth, smooths
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.write import write
-from fp8graph.runtime.stores import Store
+from fp8graph.runtime.stores import Starter, Store
 
 
 class Pass(NamedTuple):
@@ -118,4 +119,21 @@ STORES: tuple[type[Store], ...] = (
     Scores,
 )
 
-__all__ = ["JOINT_PIPELINE", "LOWERING", "STORES", "WEIGHT_LOWERING", "Pass"]
+
+class BackendMethods(
+    ObserveMethods,
+    GuardMethods,
+    Starter,
+):
+    """The methods and properties that these passes add to a backend."""
+
+
+# The functions among them: arguments of ``Backend`` with the same names, and tables of policy files, call them.
+METHODS: tuple[str, ...] = tuple(
+    name
+    for kind in BackendMethods.__bases__
+    for name, value in vars(kind).items()
+    if kind is not Starter and isfunction(value)
+)
+
+__all__ = ["JOINT_PIPELINE", "LOWERING", "METHODS", "STORES", "WEIGHT_LOWERING", "BackendMethods", "Pass"]

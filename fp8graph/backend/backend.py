@@ -7,8 +7,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx
@@ -33,9 +32,9 @@ from fp8graph.backend.inductor_passes import (
     source_hash,
 )
 from fp8graph.compat import dynamo
-from fp8graph.errors import ConfigError, expect
+from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, choices
-from fp8graph.passes import STORES
+from fp8graph.passes import METHODS, STORES, BackendMethods
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import current_region
 from fp8graph.recipes.policy import Policy
@@ -47,14 +46,10 @@ from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
 from fp8graph.runtime.stores import Services, Store
 
-if TYPE_CHECKING:  # an entry that may not be there
-    from fp8graph.passes.observe.guard import Guard
-    from fp8graph.passes.observe.statistics import Statistics
-
 _Store = TypeVar("_Store", bound=Store)
 
 
-class Backend:
+class Backend(BackendMethods):
     """An FP8 backend for ``torch.compile(model, backend=Backend(...))``.
 
     Args:
@@ -84,13 +79,12 @@ class Backend:
         policy: PolicyLike | None = None,
         *,
         recipe: RecipeLike = None,
-        observe: Mapping[str, Any] | None = None,
-        guard: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         arguments = Settings.taken_from(settings)
+        of_methods = {name: settings.pop(name, None) for name in METHODS}
         if unknown := sorted(settings):
-            known = ("policy", "recipe", "observe", "guard", *Settings.names())
+            known = ("policy", "recipe", *METHODS, *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
         self.stopwatch: Final = Stopwatch()
@@ -111,9 +105,9 @@ class Backend:
         self.runs = False  # a graph was called
         self._checked = False  # all graphs of a step were
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
-        calls = {"observe": self.observe, "guard": self.guard}
+        calls: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in METHODS}
         known = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
-        given = tables(known, observe=observe, guard=guard)
+        given = tables(known, of_methods)
         file = PolicyFile.of(policy, known)
         with file.named():
             policies.set(file.policy, recipe)
@@ -141,7 +135,11 @@ class Backend:
     @property
     def weights(self) -> Any:
         """The store of FP8 copies of weights: their ``bytes``, and how many it has ``quantized`` so far."""
-        return self.services.stores["weights"]
+        return self.stores["weights"]
+
+    @property
+    def stores(self) -> Mapping[str, Store]:
+        return self.services.stores
 
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
@@ -221,7 +219,7 @@ class Backend:
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         check_read(self, model)
         self.names.bind(model, name)
-        for store in self.services.stores.values():
+        for store in self.stores.values():
             store.rename(self.names)
         self.services.steps.adapters.watch(model)
 
@@ -237,7 +235,7 @@ class Backend:
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
         """
-        shared, stores = self.services, self.services.stores.values()
+        shared, stores = self.services, self.stores.values()
         of_stage, others = (
             {name: x for store in stores if store.of_stage is kind for name, x in store.entries().items()}
             for kind in (True, False)
@@ -266,108 +264,8 @@ class Backend:
         Raises:
             ConfigError: names the glob.
         """
-        for store in self.services.stores.values():
+        for store in self.stores.values():
             store.check_layers(self)
-
-    def start(self, name: str, **arguments: Any) -> Any:
-        """Start what an entry of ``fp8graph/passes`` adds to a backend, by the name of its store.
-
-        Raises:
-            ConfigError: there is no such entry.
-        """
-        if (store := self.services.stores.get(name)) is None:
-            raise ConfigError(f"{name}: this build of fp8graph has no pass for it. Install it whole.")
-        return store.start(self, arguments)
-
-    def _started(self, name: str) -> Sequence[Any]:
-        store = self.services.stores.get(name)
-        return () if store is None else store.started
-
-    @property
-    def statistics(self) -> Statistics | None:
-        """The statistics that the policy file, the option ``observe`` or the last call of :meth:`observe` wants."""
-        return next(reversed(self._started("observe")), None)
-
-    @property
-    def guards(self) -> tuple[Guard, ...]:
-        """The guards that the policy file, the option ``guard`` or calls of :meth:`guard` made, in order."""
-        return tuple(self._started("guard"))
-
-    def observe(
-        self,
-        *,
-        every: int = 100,
-        stats: str | Sequence[str] = "all",
-        layers: str | Sequence[str] = "*",
-        start: int = 0,
-        end: int | None = None,
-        what_if: Sequence[RecipeLike] = (),
-        to_jsonl: str | Path | None = None,
-    ) -> Statistics:
-        """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
-
-        A second variant of each graph is compiled for these steps; all others run the code that they ran. Further
-        calls, and guards, ask for more: one variant measures for all of them, and each gets its own steps and layers.
-
-        Args:
-            every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
-                of the optimizers'.
-            stats: names of statistics, or "all": see ``docs/statistics.md``.
-            layers: globs of the layers' names. One that matches no layer of a bound model (:meth:`bind`,
-                ``fp8graph.compile``) is an error; if no model is bound, a warning after the first observed step.
-            what_if: recipes. What they would make of each tensor is measured, too.
-            to_jsonl: a file to which each observed step is appended when the next one begins.
-
-        Raises:
-            ConfigError: for arguments that cannot be used.
-        """
-        return self.start(
-            "observe", every=every, stats=stats, layers=layers, start=start, end=end, what_if=what_if, to_jsonl=to_jsonl
-        )
-
-    def guard(
-        self,
-        *,
-        underflows: float | None = 10.0,
-        saturated: float | None = 10.0,
-        sqnr: float | None = 10.0,
-        every: int = 100,
-        start: int = 100,
-        end: int | None = None,
-        layers: str | Sequence[str] = "*",
-        recipe: RecipeLike | Sequence[RecipeLike] = None,
-        apply: bool = False,
-        reduce: bool = False,
-    ) -> Guard:
-        """Watch the operands of FP8 GEMMs on some steps, and propose a rule where quantization does too much to one.
-
-        A finding is logged once per layer, operand, recipe and GEMM, with a rule that can be pasted, and kept in the
-        :class:`~fp8graph.passes.observe.guard.Guard` that this returns. An operand that holds inf or NaN is reported,
-        too. It measures as :meth:`observe` does. At the first call after an observed step it reads the numbers, which
-        waits for the device; other steps wait for nothing.
-
-        docs/statistics.md has what a healthy model reaches. At step 0 of delayed scaling with ``initial_scale="one"``
-        much of a gradient underflows: hence ``start``. In 4 bits (nvfp4) much of a healthy tensor is zero, or the
-        largest number, so that only the sqnr is judged there.
-
-        Args:
-            underflows, saturated: bounds in percent of the numbers that become zero, or the largest; None: no bound.
-            sqnr: the least signal to noise ratio, in dB; None: no bound.
-            every, start, end, layers: as in :meth:`observe`.
-            recipe: what to propose for the GEMMs that read the operand: a recipe, or several, from the first to the
-                last resort: ``["rowwise", "high_precision"]``. Default: high precision.
-            apply: put the rule before the others, from the next call on. The log and the report say so, and
-                :meth:`state_dict` holds it, so that a resumed run has the same policy.
-            reduce: let all ranks exchange what they found, after the optimizer's step that ends an observed one. All
-                of them must call this alike and step alike. With several ranks, ``apply`` needs it.
-
-        Raises:
-            ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
-        """
-        return self.start(
-            "guard", underflows=underflows, saturated=saturated, sqnr=sqnr, every=every, start=start, end=end,
-            layers=layers, recipe=recipe, apply=apply, reduce=reduce,
-        )  # fmt: skip
 
     @property
     def pass_seconds(self) -> float:
@@ -378,7 +276,7 @@ class Backend:
     def report(self) -> Report:
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
         of_stores: dict[str, Any] = {}
-        for store in self.services.stores.values():
+        for store in self.stores.values():
             for field, found in store.report().items():
                 of_stores[field] = of_stores[field] + found if field in of_stores else found
         return Report(
@@ -456,10 +354,14 @@ def _restored(arguments: dict[str, Any], state: bytes) -> Backend:
     return backend
 
 
-# help() and editors show the settings by name, not **settings
+# help() and editors show settings, and the methods that are arguments, by name, not **settings
 Backend.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
     [
         *(p for p in inspect.signature(Backend).parameters.values() if p.name != "settings"),
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Mapping[str, Any] | None")
+            for name in METHODS
+        ),
         *inspect.signature(Settings).parameters.values(),
     ]
 )

@@ -153,6 +153,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     for name in ("dynamic", "fullgraph"):
         expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
     own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
+    own = {name: value for name, value in own.items() if value is not None}  # those whose pass is there
     within: dict[str, Any] = dict(kwargs.pop("options", None) or {})
     beside = {**own, **settings, "mode": kwargs.get("mode")}
     if twice := [name for name, value in beside.items() if value is not None and name in within]:

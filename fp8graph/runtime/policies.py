@@ -70,13 +70,15 @@ class PolicyFile:
         return in_file(self.path) if self.path is not None else nullcontext()
 
 
-def tables(known: Arguments, **given: Any) -> dict[str, Mapping[str, Any]]:
-    """The arguments ``observe`` and ``guard`` of ``Backend``, without those that are None."""
+def tables(known: Arguments, given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The arguments of ``Backend`` that are those of its methods, by the method, without those that are None."""
     return {name: _table(name, values, name, known) for name, values in given.items() if values is not None}
 
 
 def _table(name: str, values: Any, where: str, known: Arguments) -> Mapping[str, Any]:
     """The arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
+    if name not in known:
+        raise no_pass(where)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be a table of arguments of Backend.{name}, not {values!r}.")
     values = cast(Mapping[str, Any], values)
@@ -84,6 +86,11 @@ def _table(name: str, values: Any, where: str, known: Arguments) -> Mapping[str,
         if key not in known[name]:
             raise ConfigError(f"{where} has no key {key!r}{choices('Keys', str(key), known[name])}")
     return values
+
+
+def no_pass(name: str) -> ConfigError:
+    """The error about a feature whose entry of ``passes/`` is not there."""
+    return ConfigError(f"{name}: this build of fp8graph has no pass for it. Install it whole.")
 
 
 class ResolvedPolicy:

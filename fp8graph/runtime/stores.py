@@ -21,7 +21,7 @@ from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.settings import Settings
 from fp8graph.recipes import Recipe
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.policies import Policies, Schedule
+from fp8graph.runtime.policies import Policies, Schedule, no_pass
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Checkpointed, Recomputations
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
@@ -194,6 +194,34 @@ class Store:
 
     def forget(self, asked: Sequence[Any]) -> None:
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
+
+
+class Starter:
+    """The part of a backend that starts stores. What entries of ``passes/`` add to a backend is a subclass.
+
+    Each function of such a subclass starts the store that has its name. It also is an argument of ``Backend``, and a
+    table of policy files, that call it.
+    """
+
+    @property
+    def stores(self) -> Mapping[str, Store]:
+        """All of them by name, each before those that depend on it."""
+        raise NotImplementedError
+
+    def start(self, name: str, **arguments: Any) -> Any:
+        """Start what an entry of ``passes/`` adds to a backend, by the name of its store.
+
+        Raises:
+            ConfigError: there is no such entry.
+        """
+        if (store := self.stores.get(name)) is None:
+            raise no_pass(name)
+        return store.start(self, arguments)
+
+    def started(self, name: str) -> Sequence[Any]:
+        """Whatever that entry started so far."""
+        store = self.stores.get(name)
+        return () if store is None else store.started
 
 
 class KeptScales(Store):

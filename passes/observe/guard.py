@@ -27,7 +27,7 @@ from fp8graph.recipes.rules import Rule, rule_from_dict
 from fp8graph.runtime.policies import Policies, Schedule
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import refusal
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.stores import Services, Starter, Store
 
 _log = logging.getLogger("fp8graph")
 
@@ -306,3 +306,56 @@ def _plain(recipes: Mapping[GemmName, Recipe | None]) -> tuple[dict[GemmName, An
         except UnsupportedRecipeError as error:
             return {}, str(error).removesuffix(".")
     return found, ""
+
+
+class GuardMethods(Starter):
+    """The part of a backend that its users guard with."""
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards that the policy file, the option ``guard`` or calls of :meth:`guard` made, in order."""
+        return tuple(self.started("guard"))
+
+    def guard(
+        self,
+        *,
+        underflows: float | None = 10.0,
+        saturated: float | None = 10.0,
+        sqnr: float | None = 10.0,
+        every: int = 100,
+        start: int = 100,
+        end: int | None = None,
+        layers: str | Sequence[str] = "*",
+        recipe: RecipeLike | Sequence[RecipeLike] = None,
+        apply: bool = False,
+        reduce: bool = False,
+    ) -> Guard:
+        """Watch the operands of FP8 GEMMs on some steps, and propose a rule where quantization does too much to one.
+
+        A finding is logged once per layer, operand, recipe and GEMM, with a rule that can be pasted, and kept in the
+        :class:`~fp8graph.passes.observe.guard.Guard` that this returns. An operand that holds inf or NaN is reported,
+        too. It measures as :meth:`observe` does. At the first call after an observed step it reads the numbers, which
+        waits for the device; other steps wait for nothing.
+
+        docs/statistics.md has what a healthy model reaches. At step 0 of delayed scaling with ``initial_scale="one"``
+        much of a gradient underflows: hence ``start``. In 4 bits (nvfp4) much of a healthy tensor is zero, or the
+        largest number, so that only the sqnr is judged there.
+
+        Args:
+            underflows, saturated: bounds in percent of the numbers that become zero, or the largest; None: no bound.
+            sqnr: the least signal to noise ratio, in dB; None: no bound.
+            every, start, end, layers: as in :meth:`observe`.
+            recipe: what to propose for the GEMMs that read the operand: a recipe, or several, from the first to the
+                last resort: ``["rowwise", "high_precision"]``. Default: high precision.
+            apply: put the rule before the others, from the next call on. The log and the report say so, and
+                :meth:`state_dict` holds it, so that a resumed run has the same policy.
+            reduce: let all ranks exchange what they found, after the optimizer's step that ends an observed one. All
+                of them must call this alike and step alike. With several ranks, ``apply`` needs it.
+
+        Raises:
+            ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        """
+        return self.start(
+            "guard", underflows=underflows, saturated=saturated, sqnr=sqnr, every=every, start=start, end=end,
+            layers=layers, recipe=recipe, apply=apply, reduce=reduce,
+        )  # fmt: skip

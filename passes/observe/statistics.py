@@ -34,7 +34,7 @@ from fp8graph.report.tables import sites
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.staleness import Epoch
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.stores import Services, Starter, Store
 
 _log = logging.getLogger("fp8graph")
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
@@ -237,6 +237,47 @@ class Observing(Store):
         self._statistics.append(statistics)
         self._layers.append(layers)
         return statistics
+
+
+class ObserveMethods(Starter):
+    """The part of a backend that its users observe with."""
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """The statistics that the policy file, the option ``observe`` or the last call of :meth:`observe` wants."""
+        return next(reversed(self.started("observe")), None)
+
+    def observe(
+        self,
+        *,
+        every: int = 100,
+        stats: str | Sequence[str] = "all",
+        layers: str | Sequence[str] = "*",
+        start: int = 0,
+        end: int | None = None,
+        what_if: Sequence[RecipeLike] = (),
+        to_jsonl: str | Path | None = None,
+    ) -> Statistics:
+        """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
+
+        A second variant of each graph is compiled for these steps; all others run the code that they ran. Further
+        calls, and guards, ask for more: one variant measures for all of them, and each gets its own steps and layers.
+
+        Args:
+            every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
+                of the optimizers'.
+            stats: names of statistics, or "all": see ``docs/statistics.md``.
+            layers: globs of the layers' names. One that matches no layer of a bound model (:meth:`bind`,
+                ``fp8graph.compile``) is an error; if no model is bound, a warning after the first observed step.
+            what_if: recipes. What they would make of each tensor is measured, too.
+            to_jsonl: a file to which each observed step is appended when the next one begins.
+
+        Raises:
+            ConfigError: for arguments that cannot be used.
+        """
+        return self.start(
+            "observe", every=every, stats=stats, layers=layers, start=start, end=end, what_if=what_if, to_jsonl=to_jsonl
+        )
 
 
 def _names(stats: str | Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8graph.passes import JOINT_PIPELINE, STORES
+from fp8graph.passes import JOINT_PIPELINE, METHODS, STORES, BackendMethods
+from fp8graph.recipes.policy import WATCH
+from fp8graph.runtime.stores import Starter
 
 ROOT = Path(__file__).parents[2]
 LIST = "passes/__init__.py"
@@ -62,7 +65,8 @@ for folder in folders:
 """
 
 WORKS = """
-import importlib, importlib.util, pkgutil, sys
+import importlib, importlib.util, inspect, pkgutil, sys
+from pathlib import Path
 import torch
 from torch import Tensor, nn
 import fp8graph
@@ -102,13 +106,26 @@ for _ in range(2):
 assert loss.isfinite()
 assert [gemm.recipe for gemm in backend.report.gemms] == ["tensorwise"] * 21
 print(backend.report)
-assert backend.statistics is None and backend.guards == ()
-for start, name in ((backend.observe, "observe"), (backend.guard, "guard")):
-    try:
-        start()
-    except fp8graph.ConfigError as error:
-        assert str(error).startswith(f"{name}: this build of fp8graph has no pass for it")
-        assert name not in {store.name for store in fp8graph.passes.STORES}
+
+fp8graph.compile(nn.Linear(64, 64), policy=policy, compiler="eager")(torch.randn(16, 64)).sum().backward()
+folder = Path(fp8graph.__file__).parent / "passes" / "observe"
+for method, results, file in (("observe", "statistics", "statistics.py"), ("guard", "guards", "guard.py")):
+    if (folder / file).exists():
+        assert not getattr(backend, results)
+        getattr(fp8graph.Backend(**{method: {}}, compiler="eager"), method)(every=1)
+        continue
+    assert not hasattr(backend, method) and not hasattr(backend, results)
+    assert method not in inspect.signature(fp8graph.Backend).parameters
+    for error, text, arguments in (
+        (TypeError, f"Backend has no argument '{method}'", {method: {}}),
+        (fp8graph.ConfigError, f"[{method}]: this build of fp8graph has no pass for it", {"policy": {method: {}}}),
+    ):
+        try:
+            fp8graph.Backend(**arguments)
+        except error as raised:
+            assert str(raised).startswith(text), raised
+        else:
+            raise AssertionError(f"Backend(**{arguments}) was made without {file}")
 
 if importlib.util.find_spec("fp8graph.passes.hoist_weights") is None:
     # nothing keeps copies, and no prediction may count on them
@@ -159,6 +176,17 @@ def test_every_entry_is_deleted_or_imported() -> None:
     modules = {module.__module__ for module in (*STORES, *(entry.run for entry in JOINT_PIPELINE))}
     entries = {module.split(".")[2] for module in modules}
     assert entries == {name_of(feature).split(".")[0] for feature in FEATURES} | IMPORTED
+
+
+def test_a_backend_does_not_name_what_entries_add() -> None:
+    """Their methods, and the arguments and tables of a policy file that call these: the list of passes has them all."""
+    added = {name for kind in BackendMethods.__bases__ if kind is not Starter for name in vars(kind) if name[0] != "_"}
+    assert added == {"observe", "statistics", "guard", "guards"} > {*METHODS} == {*WATCH}
+    fields = ("name", "id", "attr", "arg", "value")  # of definitions, names, attributes, arguments and texts
+    file = ROOT / "fp8graph" / "backend" / "backend.py"
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    named = [getattr(node, field, None) for node in nodes for field in fields]
+    assert [name for name in named if isinstance(name, str) and name in added] == []
 
 
 @pytest.fixture(scope="module")

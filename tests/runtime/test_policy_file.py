@@ -154,6 +154,12 @@ def test_wrong_arguments_do_not(tmp_path: Path, arguments: dict[str, Any], messa
         Backend(written(tmp_path), **arguments)
 
 
+def test_a_table_needs_its_pass(tmp_path: Path) -> None:
+    path, known = written(tmp_path, "[guard]"), {"observe": ["every"]}
+    with pytest.raises(ConfigError, match=rf"^policy file {path}: \[guard\]: this build of fp8graph has no pass for"):
+        PolicyFile.of(path, known)
+
+
 def test_a_missing_file() -> None:
     with pytest.raises(PolicyError, match="policy file nowhere.toml: cannot be read"):
         Backend("nowhere.toml")

@@ -1024,6 +1024,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/backend/test_shared.py",),
     ),
     Fault(
+        "a table of a policy file whose pass is not there is a KeyError",
+        f"{_RUNTIME}/policies.py",
+        "raise no_pass(where)",
+        "pass",
+        ("tests/runtime/test_policy_file.py::test_a_table_needs_its_pass",),
+    ),
+    Fault(
         "a schedule starts again with each change",
         f"{_RUNTIME}/policies.py",
         "self._resolved.at_step(self._step) if",
