@@ -11,6 +11,7 @@ import pathlib
 import sys
 import typing
 
+from fp8graph import late as _late
 from fp8graph.version import __version__ as __version__
 
 if typing.TYPE_CHECKING:
@@ -34,6 +35,9 @@ def __getattr__(name: str) -> typing.Any:
 def _load() -> None:
     face = importlib.import_module(f"{__name__}.face")
     globals().update({name: getattr(face, name) for name in face.__all__}, __all__=face.__all__)
+
+
+_late.policy_of_checkpoint.load = lambda: importlib.import_module(f"{__name__}.tools.checkpoint_policy").policy_of
 
 
 def _is_installed() -> bool:

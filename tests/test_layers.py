@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PRODUCT = ROOT / "fp8graph"
 
 # A room imports from itself and from rooms of lower floors; rooms of one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
+    ("errors", "version", "late"),
     ("compat", "files", "records"),
     ("offline",),
     ("recipes",),
@@ -49,7 +51,21 @@ MODULES = modules()
 
 def imported(name: str) -> Iterator[tuple[str, int]]:
     """The names that a module imports from fp8graph, anywhere (in functions, for annotations too), with the line."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+    return imported_by(ast.parse(MODULES[name].read_text(encoding="utf-8")), name)
+
+
+def imported_by(tree: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    """The same for the text of a module. A text that names a module may be imported, as ``import_module`` does."""
+    for node in ast.walk(tree):
+        texts: list[str | None] = []
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+            texts = [constant_text(node, name)]
+        elif isinstance(node, ast.Call) and len(given := [*node.args, *(k.value for k in node.keywords)]) > 1:
+            first, *packages = (constant_text(each, name) or "" for each in given)
+            texts = [package + first for package in packages if first.startswith(".")]
+        for module in (named_module(text) for text in texts if text):
+            if module and not f"{name}.".startswith(f"{module}."):  # the folders that it is in are imported before it
+                yield module, getattr(node, "lineno", 0)
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}:{node.lineno}: relative"
             if (node.module or "").split(".")[0] == "fp8graph":
@@ -61,6 +77,29 @@ def imported(name: str) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 if alias.name.split(".")[0] == "fp8graph":
                     yield alias.name.removeprefix("fp8graph").removeprefix("."), node.lineno
+
+
+def constant_text(node: ast.AST, name: str) -> str | None:
+    """The text that an expression in the module ``name`` is, if it is made of constants and the module's names."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.Name) and node.id in ("__name__", "__package__"):
+        full = f"fp8graph.{name}".removesuffix(".")
+        is_package = node.id == "__name__" or MODULES[name].name == "__init__.py"
+        return full if is_package else full.rpartition(".")[0]
+    if isinstance(node, ast.FormattedValue):
+        return constant_text(node.value, name)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    parts = [node.left, node.right] if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) else parts
+    texts = [constant_text(part, name) for part in parts]
+    return "".join(filter(None, texts)) if texts and None not in texts else None
+
+
+def named_module(text: str) -> str:
+    """The module below fp8graph that a text names, or the one with the object that it names; "" if there is none."""
+    parts = re.split("[.:]", text)[1:] if re.fullmatch(r"fp8graph(\.\w+)+(:[\w.]+)?", text) else []
+    starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((start for start in starts if start in MODULES), "")
 
 
 def room(name: str) -> str:
@@ -79,6 +118,23 @@ def test_imports_go_down() -> None:
         if room(target) != room(name) and FLOOR[room(target)] >= FLOOR[room(name)]
     ]
     assert above == []
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ('importlib.import_module("fp8graph.tools.export")', {"tools.export"}),
+        ('__import__("fp8graph.tools" + ".export").f()', {"tools", "tools.export"}),
+        ('import_module(".export", package="fp8graph.tools")', {"tools", "tools.export"}),
+        ('import_module(f".{x}", __package__), import_module("." + "nodes", __package__)', {"ir.nodes"}),
+        ('import_module(f"{__name__}.a.b"), getLogger("fp8graph.ir")', set[str]()),
+        ('sys.modules["fp8graph.cli"].main, load("fp8graph.backend.entry:compile")', {"cli", "backend.entry"}),
+        ('"fp8graph.guard", "fp8graph", f"{x}.tools", "tools", "see fp8graph.tools", b"fp8graph.tools"', set[str]()),
+        ("from fp8graph.ir import nodes; import fp8graph.report.tables", {"ir.nodes", "report.tables"}),
+    ],
+)
+def test_imports_are_seen(text: str, modules: set[str]) -> None:
+    assert {name for name, _ in imported_by(ast.parse(text), "ir.sites")} == modules
 
 
 def test_there_is_no_circle() -> None:

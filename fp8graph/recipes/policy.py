@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, expect, expect_path
+from fp8graph.late import policy_of_checkpoint
 from fp8graph.recipes.base import GEMMS, Recipe
 from fp8graph.recipes.recipe import RecipeLike, known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
@@ -276,9 +276,7 @@ class Policy:
             CheckpointError: there is no such checkpoint, it is of a format that is not known, or no recipe computes
                 what one of its layers computes: the message names it.
         """
-        # The room of what is made of checkpoints stands above this one, and is loaded when it is needed.
-        made: Any = importlib.import_module("fp8graph.tools.checkpoint_policy")
-        return made.policy_of(folder_or_config, recipes or {})
+        return policy_of_checkpoint(folder_or_config, recipes or {})
 
     @staticmethod
     def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:

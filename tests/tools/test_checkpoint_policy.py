@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -190,6 +192,33 @@ def test_public_configs_quantize_all_but_heads_and_routers(config: dict[str, Any
         assert found.source.startswith("rule ")
     assert not any(policy.resolve(GATE, "matmul").recipes.values())
     assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))).identity() == policy.identity()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fp8graph.Policy.from_checkpoint(config)",
+        "import_module('fp8graph.recipes.policy').Policy.from_checkpoint(config)",
+        "import_module('fp8graph.backend.backend').Backend(config).policy",
+    ],
+)
+def test_a_checkpoint_is_a_policy_whatever_was_imported(policy: str) -> None:
+    """Of an installed package, too: it loads its public names when the first is asked for."""
+    script = f"""
+import sys
+from importlib import import_module, metadata
+find, metadata.distribution = metadata.distribution, lambda name: name
+import fp8graph
+metadata.distribution = find
+assert not {{"torch", "fp8graph.face"}} & sys.modules.keys()
+config = {DEEPSEEK}
+policy = {policy}
+assert ("fp8graph.face" in sys.modules) == {policy.startswith("fp8graph.")}
+print(policy.default)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{Policy.from_checkpoint(DEEPSEEK).default}\n", done.stderr[-3000:]
 
 
 def test_static_scales_are_refused_by_name() -> None:
