@@ -177,9 +177,10 @@ def fix_cpu_loop_split() -> None:
     """Keep Inductor's C++ backend from splitting a loop into parts that do not fill it.
 
     ``CppScheduling.try_loop_split`` (pytorch#132389) turns a loop over n that reads ``x[i // 32]`` into n // 32 loops
-    of 32: for n = 40 the last 8 elements are never written (one scale per tile with a ragged edge), and two nodes
-    of different sizes fail its assertion (both layouts of one tensor). Torch has no switch for it; it is an
-    optimization, so it is left out where it would go wrong. Idempotent.
+    of 32: for n = 40 the last 8 elements are never written (one scale per tile with a ragged edge): pytorch#195582,
+    which pytorch#196119 would mend. Two nodes of different sizes fail its assertion (both layouts of one tensor):
+    pytorch#183370, which pytorch#183715 mends. Torch has no switch for it; it is an optimization, so it is left out
+    where it would go wrong. Idempotent.
     """
     original = CppScheduling.try_loop_split
     if hasattr(original, "_fp8graph_original"):
@@ -207,6 +208,9 @@ def fix_nested_scatter() -> None:
     ``nested_reduction`` (pytorch#182896) computes the places for all elements of a row, and stores one for each tile:
     the code is not generated, or does not compile (torch 2.13). Without the store, the norm is a kernel of its own.
     Torch 2.15 compiles the plainest case, with one kernel less; its numbers were not checked. Idempotent.
+
+    No issue of it was found. One to file has the function of this defect's test: ``index_put`` of the amaxes of tiles
+    of 32 behind a norm, under ``triton.nested_reduction``. The rules of pytorch#182896 have to refuse a Scatter.
     """
     for owner, method in nested_fusions():
         original = getattr(owner, method)
@@ -234,7 +238,8 @@ def nested_fusions() -> list[tuple[Any, str]]:
 
 LARGE: Final = 2**22  # elements: a GPU takes longer over them than over a launch
 TILE: Final = 64
-LOOPS: Final = 128  # programs that go along rows: as many as a GPU has multiprocessors
+LOOPS: Final = 128  # programs that go along rows: as many as such a GPU has multiprocessors
+MEASURED: Final = (90,)  # compute capabilities: blocks were measured on an H200, whose chip an H100 has, too
 # Options of a user's: they try more blocks, or let several programs share a row.
 TUNING: Final = (
     "max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning", "triton.force_cooperative_reductions"
@@ -250,9 +255,16 @@ def fix_large_casts() -> None:
     13 % for SwiGLU, 20 % for a norm. Loops along rows that also store them transposed (an amax of rows, or one that is
     kept) took up to twice as long with the best of the five to seven blocks that Inductor tries as with those here:
     lower or higher ones, with more warps; with many results, or rows across the order in memory, 32 warps have too few
-    registers (benchmarks/results/blocks_h200.jsonl). ``InductorChoices`` has a handler for this, but per thread, which
-    another thread's backward does not have. Graphs without the options of :func:`gpu_codegen_patches` are compiled as
-    before, and with options that tune more, all blocks. Idempotent.
+    registers (benchmarks/results/blocks_h200.jsonl). Graphs without the options of :func:`gpu_codegen_patches` are
+    compiled as before, and with options that tune more, all blocks. Idempotent.
+
+    GPUs of a kind that was not measured (``MEASURED``) keep the blocks that Inductor tries; their casts are in kernels
+    of their own, too, since combo kernels have the same blocks everywhere.
+
+    Upstream, pytorch#130015 is about casts that are also stored transposed, and pytorch#171671 and pytorch#172527 let
+    the parts of a combo kernel have blocks and programs of their own. ``InductorChoices`` has a handler for such
+    choices, but per thread, which another thread's backward does not have, and one for all libraries: pytorch#194097
+    would let several be registered for a process.
     """
     if hasattr(InductorChoices.triton_kernel_kwargs, "_fp8graph_original"):
         return
@@ -270,7 +282,8 @@ def fix_large_casts() -> None:
         fixed = inductor_config.combo_kernels_pointwise_only and not any(map(default_option, TUNING))
         if not fixed or "fixed_config" in chosen or kernel_kwargs.get("override_persistent_reduction"):
             return chosen
-        if casts := sum(map(_casts, features.scheduler_nodes())):
+        nodes = list(features.scheduler_nodes())
+        if (casts := sum(map(_casts, nodes))) and all(_capability(node.get_device()) in MEASURED for node in nodes):
             blocks = _of_loop(features, groups[0], casts) if features.is_reduction() else _of_tiles(groups[0])
             if blocks:
                 chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
@@ -308,8 +321,6 @@ def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, 
     height = next((each for each in ((64, 32) if across else (32, 16)) if rows >= LOOPS * each), None)
     if height is None or columns < 1024 or features.get_reduction_hint() != ReductionHint.DEFAULT:
         return {}
-    if {DeviceProperties.create(node.get_device()).warp_size for node in features.scheduler_nodes()} != {32}:
-        return {}  # AMD's has 64 threads: 32 of them are more than a block may have
     warps = 16 if across or casts > 2 else 32
     return {"XBLOCK": height, "R0_BLOCK": 128 if across else 256 * warps // height, "num_warps": warps, "num_stages": 1}
 
@@ -333,6 +344,10 @@ def fix_flex_attention_packing() -> None:
     The template asks the CPU whether oneDNN multiplies packed operands, which a CPU with AMX answers with yes. It packs
     with ``pack_vnni2``, which raises in code for narrower vectors: ours (``cpp.simdlen``), and plain torch's under
     ``ATEN_CPU_CAPABILITY=avx2``. Idempotent.
+
+    No issue of it was found. One to file has flex_attention of bf16 on a CPU with AMX, under the option
+    ``{"cpp.simdlen": 256}``: ``need_pack``, from pytorch#151530, has to ask for the vectors that the code is compiled
+    with, as pytorch#191780 does for instructions of AMX.
     """
     from torch._inductor.codegen import cpp_flex_attention_template  # imported first, it would import itself
 
@@ -514,8 +529,13 @@ SATURATING: Final = (torch.float8_e4m3fn, torch.float8_e5m2)  # in PTX, where it
 
 def _has_fp8_casts(device: torch.device) -> bool:
     """Whether Triton casts to FP8 by PTX's ``cvt.rn.satfinite``: from compute capability 8.9 on."""
+    return _capability(device) >= 89
+
+
+def _capability(device: torch.device) -> int:
+    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
     capability = None if device.type == "cpu" else DeviceProperties.create(device).cc
-    return isinstance(capability, int) and capability >= 89
+    return capability if isinstance(capability, int) else 0
 
 
 def _plus_zero_times_itself(x: Any) -> Any:

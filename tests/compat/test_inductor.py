@@ -74,15 +74,24 @@ def test_a_cpu_graph_has_neither_512_bit_vectors_nor_their_instructions() -> Non
 def test_flex_attention_of_narrow_vectors_on_a_cpu_whose_kernels_want_packed_operands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A CPU with AMX is one. The template asks it at run time, so that any CPU can be made to answer yes."""
+    """A CPU with AMX is one. The template asks it at run time, so that any CPU can be made to answer yes.
+
+    When the last part fails, ``fix_flex_attention_packing`` can go.
+    """
     inductor.fix_flex_attention_packing()
     asks, template = r"at::native::cpublas::could_pack\(at::k\w+\)", cpp_flex_attention_template.FLEX_ATTENTION_TEMPLATE
     amx, questions = re.subn(asks, "true", template)
-    assert questions == 2
+    plain = amx.replace("at::vec::Vectorized<float>::size() == 16 && ", "")
+    assert (questions, plain == amx) == (2, False)
     monkeypatch.setattr(cpp_flex_attention_template, "FLEX_ATTENTION_TEMPLATE", amx)
     q, k, v = torch.randn(3, 1, 2, 128, 16).bfloat16()
-    compiled = torch.compile(flex_attention, options={"cpp.simdlen": 256, **inductor.cpu_codegen_patches([q])})
+    options = {"cpp.simdlen": 256, **inductor.cpu_codegen_patches([q])}
+    compiled = torch.compile(flex_attention, options=options)
     assert sqnr_db(F.scaled_dot_product_attention(q, k, v), compiled(q, k, v)) > 35
+    torch._dynamo.reset()
+    monkeypatch.setattr(cpp_flex_attention_template, "FLEX_ATTENTION_TEMPLATE", plain)
+    with pytest.raises(RuntimeError, match="pack_vnni2"):
+        torch.compile(flex_attention, options=options)(q, k, v)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
@@ -238,6 +247,35 @@ def test_large_casts_are_kernels_of_their_own_with_fixed_blocks(monkeypatch: pyt
         assert "TileHint.SQUARE" in joined
 
 
+def kernel_that_casts(quantize: Any, size: tuple[int, int], target: str) -> str:
+    """The one kernel that writes FP8 numbers."""
+    kernels = triton_kernels(generate(quantize, quantize_inputs(*size), target).kernels)
+    (source,) = (kernel.source for kernel in kernels if "*fp8" in kernel.source)
+    return source
+
+
+LOOP = quantize_after("nothing", "delayed", "input", True, True), (4096, 2048)
+TILES = quantize_after("nothing", "tensorwise", "weight", True, True), (2048, 2048)
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
+def test_blocks_are_for_the_gpus_that_were_measured(target: str) -> None:
+    """On others, Inductor tries some."""
+    fixed = ["fixed_config(" in kernel_that_casts(*cast, target) for cast in (LOOP, TILES)]
+    assert fixed == 2 * [target == "sm_90"]
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_inductor_tries_no_blocks_as_those_of_loops_that_store_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When this fails, Inductor can choose them, and the loops of ``fix_large_casts`` can go."""
+    blocks = "XBLOCK=32 R0_BLOCK=256 num_warps=32 num_stages=1"
+    fixed = kernel_that_casts(*LOOP, "sm_90")
+    monkeypatch.setattr(inductor, "MEASURED", ())
+    plain = kernel_that_casts(*LOOP, "sm_90")
+    assert [len(compile_kernel(source, "sm_90", configuration=blocks)) for source in (fixed, plain)] == [1, 0]
+
+
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 @pytest.mark.parametrize(
     ("quantize", "size", "blocks"),
@@ -283,7 +321,9 @@ def test_a_reduction_without_a_loop_keeps_its_own_blocks(monkeypatch: pytest.Mon
     inductor.fix_large_casts()
     monkeypatch.setattr(inductor, "_casts", lambda node: 1)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(inductor, "_of_loop", lambda *_: {"XBLOCK": 32})  # pyright: ignore[reportUnknownLambdaType]
-    features = SimpleNamespace(is_reduction=lambda: True, scheduler_nodes=lambda: [None])
+    node = SimpleNamespace(get_device=lambda: torch.device("cuda"))
+    monkeypatch.setattr(inductor, "_capability", {node.get_device(): 90}.get)
+    features = SimpleNamespace(is_reduction=lambda: True, scheduler_nodes=lambda: [node])
     choose: Any = InductorChoices().triton_kernel_kwargs
     with inductor_config.patch(combo_kernels_pointwise_only=True):
         assert "fixed_config" in choose(None, features, [{}], {})

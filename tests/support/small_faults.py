@@ -95,9 +95,16 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "casts that saturate are expected of every GPU",
         "fp8graph/compat/inductor.py",
-        "capability >= 89",
-        "capability >= 80",
+        "_capability(device) >= 89",
+        "_capability(device) >= 80",
         ("tests/compat/test_inductor.py",),
+    ),
+    Fault(
+        "every GPU gets the blocks that were fastest on one",
+        "fp8graph/compat/inductor.py",
+        "all(_capability(node.get_device()) in MEASURED for node in nodes)",
+        "all(node.get_device() for node in nodes)",
+        ("tests/compat/test_inductor.py::test_blocks_are_for_the_gpus_that_were_measured",),
     ),
     Fault(
         "scales in E8M0 are rounded to nearest",
