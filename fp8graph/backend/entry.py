@@ -153,19 +153,17 @@ def compile(  # noqa: A001  (the public name is torch's)
     for name in ("dynamic", "fullgraph"):
         expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
     own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
-    own = {name: value for name, value in own.items() if value is not None}  # those whose pass is there
-    within: dict[str, Any] = dict(kwargs.pop("options", None) or {})
-    beside = {**own, **settings, "mode": kwargs.get("mode")}
-    if twice := [name for name, value in beside.items() if value is not None and name in within]:
-        raise ConfigError(
-            f"fp8graph.compile({twice[0]}={beside[twice[0]]!r:.100}, options={{...}}): the options have "
-            f"{twice[0]} = {within[twice[0]]!r:.100}, too. Leave one of them out."
-        )
-    options = {**own, **settings, **within}
-    if (inductor := options.pop("inductor_options", None)) is not None:
-        options["inductor"] = inductor
-    if (mode := kwargs.pop("mode", None)) is not None:
-        options["mode"] = mode
+    beside = own | settings | {"mode": kwargs.pop("mode", None)}
+    options: dict[str, Any] = dict(kwargs.pop("options", None) or {})
+    for name, value in beside.items():
+        option = "inductor" if name == "inductor_options" else name
+        if value is not None and option in options:
+            raise ConfigError(
+                f"fp8graph.compile({name}={value!r:.100}, options={{...}}): the options have "
+                f"{option} = {options[option]!r:.100}, too. Leave one of them out."
+            )
+        if value is not None or name in settings:
+            options.setdefault(option, value)
     if backend is None:
         backend = Backend(**arguments_of(None, options))
     elif not isinstance(backend, Backend):

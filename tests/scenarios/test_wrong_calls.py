@@ -94,6 +94,16 @@ CALLS: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
         )
         for given in ({"recipe": "rowwise"}, {"strict": False}, {"compiler": "eager"}, {"mode": "default"})
     ),
+    (
+        lambda _: fp8graph.compile(MLP(), inductor_options={"debug": True}, options={"inductor": {"debug": False}}),
+        ConfigError,
+        r"compile\(inductor_options={'debug': True}, options=.*: the options have inductor = {'debug': False}, too",
+    ),
+    (
+        lambda _: fp8graph.compile(MLP(), options={"inductor_options": {"debug": True}}),
+        ConfigError,
+        "no option 'inductor_options'. Did you mean 'inductor'",
+    ),
     (lambda _: Policy.load(None), ConfigError, r"Policy.load\(path=None\): path must be a path"),
     (lambda _: Policy.load(5), ConfigError, r"Policy.load\(path=5\): path must be a path"),
     (lambda _: Policy().resolve(None, "linear"), ConfigError, r"Policy.resolve\(fqn=None\): fqn must be"),

@@ -1274,8 +1274,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "an option of compile takes the place of an argument",
         f"{_BACKEND}/entry.py",
-        "if value is not None and name in within]",
-        "if value is not None and name not in own and name in within]",
+        "if value is not None and option in options:",
+        "if value is not None and option != 'inductor' and option in options:",
         ("tests/scenarios/test_wrong_calls.py",),
     ),
     Fault(
