@@ -103,6 +103,8 @@ class Backend(BackendMethods):
         self.programs: Final = CompiledGraphs()
         self._eager_frames: Final = EagerFrames(self)
         self.runs = False  # a graph was called
+        self.said: set[str] = set()  # the warnings that it gives once
+        self.dequantized: dict[str, str] = {}  # by name, the layers that dequantize their weights: the weights' class
         self._checked = False  # all graphs of a step were
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
         calls: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in METHODS}

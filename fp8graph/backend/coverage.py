@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -35,9 +34,13 @@ class Reports(Protocol):
 
     Attributes:
         runs: a graph of it was called, or it was said why there is none.
+        said: the warnings that it gives once.
+        dequantized: by name, the layers that dequantize their weights themselves, and the weights' class.
     """
 
     runs: bool
+    said: set[str]
+    dequantized: dict[str, str]
 
     @property
     def settings(self) -> Settings:
@@ -48,13 +51,6 @@ class Reports(Protocol):
     def report(self) -> Report:
         """A report on every graph so far."""
         ...
-
-
-_too_late: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they adopt too late
-_told: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they compiled nothing
-# by name, the layers that dequantize their weights themselves, and the weights' class
-_dequantized: Final[WeakKeyDictionary[Reports, dict[str, str]]] = WeakKeyDictionary()
-_said: Final[WeakKeyDictionary[Reports, set[str]]] = WeakKeyDictionary()  # what else was said of a backend
 
 
 def check_compiled(backend: Reports, model: nn.Module | None) -> None:
@@ -68,15 +64,14 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     """
     report = backend.report
     others = any(row.recipe is not None or row.required for row in report.others)
-    if report.gemms or others or (backend in _told and not backend.settings.strict):
+    if report.gemms or others:
         return
-    _told.add(backend)
     graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
     because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
     because += dynamo.switched_off(model) if model is not None else []
     who = "Compiled code" if model is None else type(model).__name__
     lines = [f"{who} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
-    say(backend, "\n  ".join(lines))
+    say_once(backend, "\n  ".join(lines), key="compiled nothing")
 
 
 class AfterFirstCall:
@@ -116,13 +111,12 @@ def check_rules(backend: Reports) -> None:
 
 def note_dequantized(backend: Reports, layers: Iterable[tuple[str, str, torch.dtype]]) -> None:
     """Remember layers for :func:`check_dequantized`: name, class of the weight, dtype of its numbers."""
-    known = _dequantized.setdefault(backend, {})
-    known.update((name, f"{kind}, {dtype}") for name, kind, dtype in layers)
+    backend.dequantized.update((name, f"{kind}, {dtype}") for name, kind, dtype in layers)
 
 
 def check_dequantized(backend: Reports) -> None:
     """After the first step: warn, once for each backend, of weights that arrived quantized, and are now in FP8."""
-    known = _dequantized.get(backend) or {}
+    known = backend.dequantized
     in_fp8 = dict.fromkeys(gemm.fqn for gemm in backend.report.gemms if gemm.recipe is not None) if known else ()
     if layers := [fqn for fqn in in_fp8 if fqn in known]:
         more = f", and so it is with {len(layers) - 1} more" if layers[1:] else ""
@@ -199,14 +193,13 @@ def adopt_in_time(backend: Reports, model: nn.Module) -> None:
     if not any(of_compressed_tensors(layer) for layer in layers):
         adopt(model)
         dynamo.trace_again(f"fp8graph adopts the FP8 layers of {type(model).__name__}")
-    if backend not in _too_late:
-        _too_late.add(backend)
-        say(
-            backend,
-            f"compressed-tensors decompresses the layers of a model in this call ({type(layers[0]).__name__} and the "
-            "like), so that they have lost their FP8 weights. Load the model anew, and call fp8graph.adopt(model) "
-            "before torch.compile, or fp8graph.compile(model).",
-        )
+    say_once(
+        backend,
+        f"compressed-tensors decompresses the layers of a model in this call ({type(layers[0]).__name__} and the "
+        "like), so that they have lost their FP8 weights. Load the model anew, and call fp8graph.adopt(model) "
+        "before torch.compile, or fp8graph.compile(model).",
+        key="too late to adopt",
+    )
 
 
 def check_records(records: Sequence[SiteRecord]) -> None:
@@ -229,9 +222,8 @@ def say(backend: Reports, text: str) -> None:
 
 def say_once(backend: Reports, text: str, key: str | None = None) -> None:
     """:func:`say`, with one warning for each ``key`` (None: for each text)."""
-    said = _said.setdefault(backend, set())
-    if backend.settings.strict or (key or text) not in said:
-        said.add(key or text)
+    if backend.settings.strict or (key or text) not in backend.said:
+        backend.said.add(key or text)
         say(backend, text)
 
 
