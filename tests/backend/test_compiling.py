@@ -224,7 +224,8 @@ def test_findings_that_were_not_kept_are_found_again() -> None:
     decisions, spares = graph._decisions(situation, bound), variant.spares + 2
     with graph._graph.tracing():
         joint = _trace(graph._graph, decisions, bound.names, spares, backend.stopwatch)
-    assert tuple(map(joint.explain, joint.records)) == view.gemms
+    again = dataclasses.replace(variant, findings=joint.findings, view=joint.view(view.name))
+    assert again.under(decisions, graph._graph.parameters(bound.names)).view.gemms == view.gemms
     assert joint.findings.places == variant.findings.places
     assert joint.inputs == view.inputs
     assert len(view.module.graph.find_nodes(op="placeholder")) == len(view.inputs)
