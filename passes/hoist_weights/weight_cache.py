@@ -20,15 +20,17 @@ backward, so that only signals of an update count: a step of the optimizer that 
 trainable and none was seen to hold it), version, address, ``refresh_weights()``, PEFT's merges
 (``runtime/staleness.py``), and the numbers themselves.
 
+A weight, and with it its copies, belongs to its parameters. Graphs that take it in the same layouts share a copy.
+
 Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
-that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax; a
-weight that was first quantized for evaluation is quantized again.
+that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax, once
+per update; a weight that was first quantized for evaluation is quantized again. All its copies have the scale from
+before, also those that another graph wants later in the same step.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, cast
@@ -36,7 +38,7 @@ from typing import Any, ClassVar, Final, cast
 import torch
 from torch import Tensor, fx
 
-from fp8graph.compat import autograd
+from fp8graph.compat import autograd, ops
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import life
@@ -44,6 +46,7 @@ from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import KeptWeight
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
+from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Unchanged, picker, storage_of, version
 from fp8graph.runtime.stores import Caller, Services, Slot, Store
 
@@ -54,28 +57,30 @@ BATCH: Final = 8
 
 @dataclass(eq=False)
 class _Copy:
-    """One quantized weight. Its tensors keep their addresses, and belong to ``owners``."""
+    """A weight quantized in some layouts. Its tensors keep their addresses."""
 
-    weight: KeptWeight
-    owners: list[weakref.ref[Any]]  # to the lives of parameters
+    request: KeptWeight
     tensors: dict[str, Tensor]  # by output name
-    made_of: Any = None  # the state of the owners when it was made
-    contents: list[Any] = field(default_factory=list[Any])  # the fingerprints of the owners when it was made
+    graphs: set[int]  # that take it: the ids of their requests
+    made: bool = False  # of the weight's present numbers
+
+
+@dataclass(eq=False)
+class _Weight:
+    """A weight that is computed from its owners in one way. All copies are made of the same numbers, with one scale."""
+
+    way: tuple[Any, ...]  # in which it is quantized: its signature, and the recipes of its rows
+    copies: list[_Copy] = field(default_factory=list[_Copy])
+    made_of: Any = None  # the state of the owners when they were made
+    contents: Sequence[Any] = ()  # the fingerprints of the owners when they were made
     recorded: bool = False  # its amax is recorded in the scaling state
+    before: list[Tensor] = field(default_factory=list[Tensor])  # that state, as it was when copies were made
 
-    def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
-        return all(owner() is life(p) for owner, p in zip(self.owners, parameters, strict=True))
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The copies of one graph for one set of parameters."""
-
-    weights: Sequence[KeptWeight]  # kept alive, so that its id is not used again
-    copies: list[_Copy]
-    tensors: list[Tensor]
-    asked: list[ExtraInput]  # the tensors of another store that quantizing takes: pages of delayed scales
-    alive: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])  # called when they are freed
+    def renew(self, made_of: Any) -> None:
+        """Take all copies for stale."""
+        self.made_of, self.recorded = made_of, False
+        for copy in self.copies:
+            copy.made = False
 
 
 class WeightCache(Store):
@@ -85,11 +90,12 @@ class WeightCache(Store):
 
     def __init__(self, services: Services) -> None:
         settings = services.settings
-        self._epoch, self._names, self._compile = services.epoch, services.names, services.compile
-        self._others: Final = services.tensors
+        self._epoch, self._names, self._services = services.epoch, services.names, services
         self._trains, self._strict = settings.keeps_weights(training=True), settings.strict
         self.steps: Final = services.steps  # of optimizers, and other signals of an update
-        self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
+        self._weights: Final = ParameterTable[_Weight](self._free_functions)
+        # by the id of a graph's request, which is kept alive: the tensors of another store that quantizing takes
+        self._graphs: dict[int, tuple[Sequence[KeptWeight], list[ExtraInput]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
 
@@ -102,36 +108,26 @@ class WeightCache(Store):
         self.steps.refresh()
 
     def forget(self, asked: Sequence[KeptWeight]) -> None:
-        """Drop the copies of a graph that is gone, unless another graph uses them.
+        """Drop the copies of a graph that is gone, unless another graph takes them. Made again, they are the same."""
+        _, pages = self._graphs.pop(id(asked), (asked, []))
+        if (store := self._services.kept_scales(pages)) is not None:
+            store.forget(pages)
+        for key, weight in self._weights.items():
+            for copy in weight.copies:
+                copy.graphs.discard(id(asked))
+            weight.copies = [copy for copy in weight.copies if copy.graphs]
+            if not weight.copies and not weight.recorded:
+                self._weights.drop(key)
+        self._free_functions()
 
-        Copies with delayed scaling stay as long as their parameters: made again, they would have a newer scale.
-        """
-        for key in [key for key in list(self._found) if key[0] == id(asked)]:
-            if (found := self._found.get(key)) is not None:
-                if scaled := [copy for copy in found.copies if copy.weight.asked]:
-                    self._keep((None, *map(id, scaled)), _Found((), scaled, [], []))
-                self._drop(key)
-
-    def _keep(self, key: Any, found: _Found) -> None:
-        """Keep ``found`` as long as its parameters are alive."""
-        this = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            if (cache := this()) is not None:
-                cache._drop(key)
-
-        owners = [owner for copy in found.copies for reference in copy.owners if (owner := reference()) is not None]
-        found.alive.extend(weakref.ref(owner, gone) for owner in owners)
-        self._found[key] = found
-
-    def _drop(self, key: Any) -> None:
-        if self._found.pop(key, None) is not None:
-            left = {copy.weight.signature for copy in self._copies()}
-            for made in [made for made in list(self._functions) if made[0][1] not in left]:
-                del self._functions[made]
+    def _free_functions(self, *_: Any) -> None:
+        """Drop those that quantize no weight any more."""
+        for key in [*self._functions]:
+            if not any(weight.copies and weight.way == key[0][1] for weight in self._weights.values()):
+                del self._functions[key]
 
     def report(self) -> Mapping[str, int]:
-        return {"weights": sum(copy.weight.linears for copy in self._copies()), "weight_bytes": self.bytes}
+        return {"weights": sum(copy.request.linears for copy in self._copies()), "weight_bytes": self.bytes}
 
     @property
     def bytes(self) -> int:
@@ -149,23 +145,25 @@ class WeightCache(Store):
             weights: the weights whose copies the graph takes.
             args: its other inputs, the parameters among them.
         """
-        found, counters = self._find(weights, args), self._counters()
-        counters = counters[:1] if self._trains else counters
-        stale: list[tuple[KeptWeight, _Copy]] = []
-        for weight, copy in zip(weights, found.copies, strict=True):
-            parameters = [args[index] for index in weight.parameters]
+        _, pages = self._graphs.setdefault(id(weights), (weights, [each for one in weights for each in one.asked]))
+        counters = self._counters()[: 1 if self._trains else None]
+        tensors: list[Tensor] = []
+        stale: list[tuple[KeptWeight, _Weight, _Copy]] = []
+        for request in weights:
+            parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
+            copy = self._copy(weight, request, id(weights), parameters[0].device)
             seen = counters, *map(self._state_of, parameters)
-            if copy.made_of != seen or _unseen(parameters) or self._differs(copy, parameters):
-                copy.made_of, copy.recorded = seen, False
-                stale.append((weight, copy))
-            elif weight.records and not copy.recorded:
-                stale.append((weight, copy))
+            if weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters):
+                weight.renew(seen)
+            if not copy.made or (request.records and not weight.recorded):
+                stale.append((request, weight, copy))
+            tensors += [copy.tensors[name] for name in request.outputs]
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
-                records = any(weight.records for weight, _ in stale)
-                given = self._others(found.asked, args, records=records)
-                self._quantize(stale, args, dict(zip(found.asked, given, strict=True)))
-        return found.tensors
+                records = any(request.records for request, *_ in stale)
+                given = self._services.tensors(pages, args, records=records)
+                self._quantize(stale, args, dict(zip(pages, given, strict=True)))
+        return tensors
 
     def _counters(self) -> tuple[int, int, int]:
         """Counts whose change may make copies stale: all copies, unless graphs with gradients take them, too."""
@@ -182,10 +180,10 @@ class WeightCache(Store):
         signals = Unchanged(self._counters, positions, args)
         made = {
             index: contents
-            for weight, copy in zip(weights, self._find(weights, args).copies, strict=True)
-            for index, contents in zip(weight.parameters, copy.contents, strict=True)
+            for request in weights
+            for index, contents in zip(request.parameters, self._weight(request, args).contents, strict=True)
         }
-        layers = {index: weight for weight in weights for index in weight.parameters}
+        layers = {index: request for request in weights for index in request.parameters}
         on_cpu = [index for index in positions if local(args[index]).is_cpu]
         looks = [Look(picker(on_cpu), [made[index] for index in on_cpu])] if on_cpu else []
         looks += [self._watch(own, made, layers, args) for own in _by_device(set(positions) - {*on_cpu}, args)]
@@ -224,12 +222,12 @@ class WeightCache(Store):
         pauses = None if self._trains else self.steps.refresh
         return Watch(tensors, [made[index] for index in own], changed, pauses, every=self._strict)
 
-    def _differs(self, copy: _Copy, parameters: Sequence[Tensor]) -> bool:
-        """Whether parameters on a CPU hold other numbers than those that ``copy`` was made of."""
+    def _differs(self, weight: _Weight, parameters: Sequence[Tensor]) -> bool:
+        """Whether parameters on a CPU hold other numbers than those that copies were made of."""
         tensors = [*map(local, parameters)]
         if autograd.in_backward() or any(isinstance(x, FakeTensor) or not x.is_cpu for x in tensors):
             return False
-        return contents_of(tensors) != copy.contents
+        return contents_of(tensors) != weight.contents
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
         tensor, steps = local(parameter), self.steps.of(parameter) if self._trains else 0
@@ -237,80 +235,93 @@ class WeightCache(Store):
             return version(parameter), steps
         return version(parameter), storage_of(tensor), tensor.data_ptr(), steps
 
-    def _copies(self) -> set[_Copy]:
-        return {copy for found in list(self._found.values()) for copy in found.copies}
+    def _copies(self) -> list[_Copy]:
+        return [copy for weight in self._weights.values() for copy in weight.copies]
 
-    def _find(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> _Found:
-        owners = [[args[index] for index in weight.parameters] for weight in weights]
-        key = id(weights), *(id(owner) for several in owners for owner in several)
-        found = self._found.get(key)
-        if found is not None and all(c.belongs_to(o) for c, o in zip(found.copies, owners, strict=True)):
-            return found
-        known: dict[Any, list[_Copy]] = {}
-        for copy in self._copies():
-            known.setdefault((copy.weight.signature, *map(id, (owner() for owner in copy.owners))), []).append(copy)
-        copies: list[_Copy] = []
-        for weight, several in zip(weights, owners, strict=True):
-            alike = known.setdefault((weight.signature, *map(id, map(life, several))), [])
-            copy = next((c for c in alike if covers(c.weight, weight) and c.belongs_to(several)), None)
-            if copy is None:
-                if alike:  # other graphs will find this copy, which has more layouts than theirs
-                    self._found.clear()
-                    self._epoch.advance()
-                alike.append(copy := _new_copy(weight, several))
-            copies.append(copy)
-        tensors = [copy.tensors[name] for weight, copy in zip(weights, copies, strict=True) for name in weight.outputs]
-        asked = [each for weight in weights for each in weight.asked]
-        self._keep(key, found := _Found(weights, copies, tensors, asked))
-        return found
+    def _weight(self, request: KeptWeight, args: Sequence[Any]) -> _Weight:
+        """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
+        owners = [args[index] for index in request.parameters]
+        way = request.signature, *(each.kind() for each in request.asked)
+        key = way, *(id(life(owner)) for owner in owners)
+        return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
+
+    def _copy(self, weight: _Weight, request: KeptWeight, graph: int, device: torch.device) -> _Copy:
+        """The copy of ``weight`` for a graph. One that has more layouts than others takes their place."""
+        copy = next((copy for copy in weight.copies if covers(copy.request, request)), None)
+        if copy is None:
+            copy = _Copy(request, _buffers(request.made_outputs(), device), set())
+            for other in [other for other in weight.copies if covers(request, other.request)]:
+                weight.copies.remove(other)
+                copy.graphs |= other.graphs
+                self._epoch.advance()  # for calls that are prepared with it: they find this one
+            weight.copies.append(copy)
+        copy.graphs.add(graph)
+        return copy
 
     def _quantize(
         self,
-        stale: Sequence[tuple[KeptWeight, _Copy]],
+        stale: Sequence[tuple[KeptWeight, _Weight, _Copy]],
         args: Sequence[Any],
         given: Mapping[ExtraInput, Tensor],
     ) -> None:
-        # Copies of one weight with several paddings share one row, whatever its name in each of them: all are made with
-        # its scale before one of them records.
-        self._note_contents(stale, args)
-        last = {
-            (*(storage_of(given[x]) for x in weight.asked), *(id(args[index]) for index in weight.parameters)): copy
-            for weight, copy in stale
-            if weight.records
-        }
-        recorders = set(last.values())
-        alike: dict[Any, list[tuple[KeptWeight, _Copy]]] = {}
-        for weight, copy in stale:
-            alike.setdefault((copy in recorders, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
-        for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
-            records = key[0]
-            for batch in _batches(group):
-                inputs: list[Tensor] = []
-                buffers: list[Tensor] = []
-                for weight, copy in batch:
-                    inputs += [local(args[index]) for index in weight.parameters]
-                    inputs += [given[x] for x in weight.asked]
-                    buffers += copy.tensors.values()
-                    copy.recorded = weight.records
-                function = self._functions.get((key, len(batch)))
-                if function is None:
-                    (weight, copy), *_ = batch
-                    graph = copy.weight.recording if records else copy.weight.quantizing
-                    module = _module(graph, len(batch), len(inputs) // len(batch))
-                    function = self._functions[key, len(batch)] = self._compile(module, [*inputs, *buffers])
-                function(*inputs, *buffers)
-                torch.autograd.graph.increment_version(buffers)  # generated code does not
-        self.quantized += sum(weight.linears for weight, _ in stale)
+        """Make copies. All of one weight, in this call or a later one, get the scale from before its amax is recorded.
 
-    def _note_contents(self, stale: Sequence[tuple[KeptWeight, _Copy]], args: Sequence[Any]) -> None:
+        Weights that have one row, whatever its name in each of them, have one scale, too.
+        """
+        self._note_contents(stale, args)
+        last: dict[Any, _Copy] = {}
+        for request, weight, copy in stale:
+            if request.records and not weight.recorded:
+                pages = [given[each] for each in request.asked]
+                last[*map(storage_of, pages), *(id(args[index]) for index in request.parameters)] = copy
+                weight.before = weight.before or [torch.empty_like(page) for page in pages]
+                ops.copy_each(weight.before, pages)
+        recorders = set(last.values())
+        alike: dict[Any, list[tuple[KeptWeight, _Weight, _Copy]]] = {}
+        for request, weight, copy in stale:
+            key = copy in recorders, weight.way, copy.request.layouts
+            alike.setdefault(key, []).append((request, weight, copy))
+        for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
+            for batch in _batches(group):
+                self._run(key, batch, args, given)
+        for request, weight, _ in stale:
+            weight.recorded |= request.records
+        self.quantized += sum(request.linears for request, *_ in stale)
+
+    def _run(
+        self,
+        key: tuple[bool, Any, Any],
+        batch: Sequence[tuple[KeptWeight, _Weight, _Copy]],
+        args: Sequence[Any],
+        given: Mapping[ExtraInput, Tensor],
+    ) -> None:
+        """Make some copies by one function, which also records their amaxes if ``key`` says so."""
+        inputs: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for request, weight, copy in batch:
+            inputs += [local(args[index]) for index in request.parameters]
+            inputs += weight.before if weight.recorded else [given[each] for each in request.asked]
+            buffers += copy.tensors.values()
+        function = self._functions.get((key, len(batch)))
+        if function is None:
+            made = batch[0][-1].request
+            graph = made.recording if key[0] else made.quantizing
+            module = _module(graph, len(batch), len(inputs) // len(batch))
+            function = self._functions[key, len(batch)] = self._services.compile(module, [*inputs, *buffers])
+        function(*inputs, *buffers)
+        torch.autograd.graph.increment_version(buffers)  # generated code does not
+        for *_, copy in batch:
+            copy.made = True
+
+    def _note_contents(self, stale: Sequence[tuple[KeptWeight, _Weight, _Copy]], args: Sequence[Any]) -> None:
         """Keep the fingerprints of the weights that copies are made of now."""
-        owners = {index: local(args[index]) for weight, _ in stale for index in weight.parameters}
-        found: dict[int, Any] = {}
+        owners = {index: local(args[index]) for request, *_ in stale for index in request.parameters}
+        prints: dict[int, Any] = {}
         if not any(isinstance(x, FakeTensor) for x in owners.values()):
-            for own in _by_device(owners, args):
-                found.update(zip(own, contents_of([owners[index] for index in own]), strict=True))
-        for weight, copy in stale:
-            copy.contents = [found.get(index) for index in weight.parameters]
+            for positions in _by_device(owners, args):
+                prints.update(zip(positions, contents_of([owners[index] for index in positions]), strict=True))
+        for request, weight, _ in stale:
+            weight.contents = [prints.get(index) for index in request.parameters]
 
 
 def _by_device(positions: Iterable[int], args: Sequence[Any]) -> list[list[int]]:
@@ -337,13 +348,9 @@ def covers(made: KeptWeight, wanted: KeptWeight) -> bool:
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
 
 
-def _new_copy(weight: KeptWeight, owners: Sequence[Tensor]) -> _Copy:
+def _buffers(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     with torch.inference_mode(False):  # a model that was first evaluated may be trained later
-        device = owners[0].device
-        tensors = {
-            name: torch.empty(val.shape, dtype=val.dtype, device=device) for name, val in weight.made_outputs().items()
-        }
-    return _Copy(weight, [weakref.ref(life(owner)) for owner in owners], tensors)
+        return {name: torch.empty(val.shape, dtype=val.dtype, device=device) for name, val in values.items()}
 
 
 def _module(body: fx.Graph, count: int, inputs: int) -> fx.GraphModule:

@@ -259,7 +259,7 @@ def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[
     backend = Backend(policy, compiler="eager", cache_weights="update")
     model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it
     model(x(16, 32))
-    return [copy.weight for found in backend.weights._found.values() for copy in found.copies]
+    return [copy.request for copy in backend.weights._copies()]
 
 
 def test_delayed_scaling_has_a_page_for_a_weight_and_a_graph_that_records() -> None:

@@ -372,11 +372,94 @@ def test_loaded_state_scales_the_copies() -> None:
     scale = state[next(k for k in state if k.startswith("down.weight|") and k.endswith("|scale"))]
     backend.load_state_dict(state)
     run(x)
-    found = next(iter(backend.weights._found.values()))
-    copies = {c.weight.name.rpartition(".")[2]: c for c in found.copies}
+    copies = {c.request.name.rpartition(".")[2]: c for c in backend.weights._copies()}
     expected = quantize(model.down.weight.detach(), recipe, "weight", "rowwise", scale=scale[0])
     (down,) = [c for name, c in copies.items() if "down" in name]
     assert same_bits([down.tensors["rowwise"]], [expected.data])
+
+
+class Layers(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(size, size, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.silu(self.a(x)))
+
+
+def micro_batches(between: Callable[[Any, Any], Any] | None) -> list[Tensor]:
+    """A second micro-batch's output, and the weights' state after it, with something before it or without."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend = Backend(Policy(default=DelayedScaling(amax_history_len=8)), compiler="eager", cache_weights="update")
+    models = Layers(64), Layers(32)
+    run, other = (torch.compile(each, backend=backend, dynamic=False) for each in models)
+    backend.bind(models[0], name="trained")
+    backend.bind(models[1], name="other")
+    optimizer, x = torch.optim.SGD(models[0].parameters(), lr=0.5), torch.randn(16, 64)
+    for _ in range(3):
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        other(torch.ones(16, 32))  # evaluated first: its copies have one layout
+    run(x).sum().backward()
+    if between is not None:
+        between(run, other)
+    out, state = run(x), backend.state_dict()
+    return [out, *(state[name] for name in sorted(state) if name.startswith("trained.") and "weight|" in name)]
+
+
+BETWEEN: dict[str, Callable[[Any, Any], Any]] = {
+    "another model wants more layouts": lambda _, other: other(torch.ones(16, 32)).sum().backward(),
+    "evaluation": lambda run, _: torch.no_grad()(run)(torch.ones(16, 64)),
+    "another padding": lambda run, _: run(torch.ones(64, 16).t()).sum().backward(),
+    "dynamo is reset": lambda *_: torch._dynamo.reset(),
+}
+
+
+@first_fast("between", BETWEEN)
+def test_micro_batches_of_one_step_multiply_the_same_weights(between: str) -> None:
+    """Made again, copies would have a newer scale, and record their amax twice."""
+    assert same_bits(micro_batches(BETWEEN[between]), micro_batches(None))
+
+
+def test_a_graph_that_wants_another_padding_takes_the_scale_of_the_step() -> None:
+    """Its numbers are the same whether another graph has recorded the amax before or not. That is recorded once."""
+    results: list[list[Tensor]] = []
+    for order in ((0, 1), (1, 0)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, inputs = nn.Linear(3, 3, bias=False), [torch.randn(3, 3), torch.randn(3, 3).t()]
+        run, backend = compiled(model, Policy(default=DelayedScaling(amax_history_len=4)))
+        optimizer, outs = torch.optim.SGD(model.parameters(), lr=1.0), [torch.zeros(0)] * 2
+        for update in range(1, 4):
+            for which in order:
+                outs[which] = run(inputs[which].clone().requires_grad_())
+                outs[which].sum().backward()
+            assert backend.weights.quantized == 2 * update  # a copy for each graph
+            model.weight.grad = -2.0 * model.weight.detach()
+            optimizer.step()
+        (history,) = (x for name, x in backend.state_dict().items() if "weight|" in name and name.endswith("history"))
+        assert history.count_nonzero() == 3  # one amax of each step
+        results.append([*outs, history])
+    assert same_bits(*results)
+
+
+def test_recipes_of_one_weight_have_copies_of_their_own() -> None:
+    """Their scales differ, and each records its amax."""
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for margin in (0, 2):
+            with fp8graph.autocast(recipe=DelayedScaling(amax_history_len=4, margin=margin)):
+                run(x).sum().backward()
+        optimizer.step()
+    scales = {name: x for name, x in backend.state_dict().items() if "weight|" in name and name.endswith("|scale")}
+    made = {x.item() for copy in backend.weights._copies() for name, x in copy.tensors.items() if "scale" in name}
+    assert made == {x.reciprocal().item() for x in scales.values()}
+    assert len(made) == 4  # of gate and up, which are one weight here, and of down
 
 
 @pytest.mark.slow

@@ -679,7 +679,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a stale copy is kept where only the numbers differ",
         "passes/hoist_weights/weight_cache.py",
-        "_unseen(parameters) or self._differs(copy, parameters):",
+        "_unseen(parameters) or self._differs(weight, parameters):",
         "_unseen(parameters):",
         ("tests/passes/test_weight_cache.py", "tests/runtime/test_writes.py"),
     ),
@@ -693,8 +693,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the function of one layout fills the copies of another",
         "passes/hoist_weights/weight_cache.py",
-        "(copy in recorders, copy.weight.signature, copy.weight.layouts)",
-        "(copy in recorders, copy.weight.layouts)",
+        "copy in recorders, weight.way, copy.request.layouts",
+        "copy in recorders, copy.request.layouts",
         ("tests/passes/test_weight_cache.py",),
     ),
     Fault(
@@ -702,6 +702,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "passes/hoist_weights/weight_cache.py",
         "all(not want or want == have for",
         "all(not want or bool(have) for",
+        ("tests/passes/test_weight_cache.py",),
+    ),
+    Fault(
+        "a copy made later in a step has a newer scale",
+        "passes/hoist_weights/weight_cache.py",
+        "inputs += weight.before if weight.recorded else [",
+        "inputs += [",
+        ("tests/passes/test_weight_cache.py",),
+    ),
+    Fault(
+        "a weight is recorded by the function of another recipe",
+        "passes/hoist_weights/weight_cache.py",
+        "way = request.signature, *(each.kind() for each in request.asked)",
+        "way = (request.signature,)",
         ("tests/passes/test_weight_cache.py",),
     ),
     Fault(

@@ -1,0 +1,63 @@
+"""Values that are kept for parameters, as long as these live.
+
+A backend keeps much for a parameter: its name, FP8 copies, rows of scaling state, a gradient buffer. None of it keeps
+the parameter alive, and all of it goes with the parameter. An id is used again as soon as a parameter is freed; an
+entry of a table is gone by then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from fp8graph.compat.lives import Life, life
+
+_Value = TypeVar("_Value")
+
+
+class ParameterTable(Generic[_Value]):
+    """Values of one parameter each, or of several together. An entry goes when any of its parameters is freed.
+
+    Args:
+        gone: called with the value of an entry that goes so.
+    """
+
+    def __init__(self, gone: Callable[[_Value], None] | None = None) -> None:
+        self._gone = gone
+        self._values: dict[Hashable, _Value] = {}
+        self._alive: dict[Hashable, list[weakref.ref[Any]]] = {}  # called when their parameters are freed
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> _Value | None:
+        """The value that is kept under ``key``."""
+        return self._values.get(key)
+
+    def keep(self, key: Hashable, value: _Value, parameters: Iterable[Tensor | Life]) -> _Value:
+        """Keep ``value`` as long as all of ``parameters`` live, whose ids are a part of ``key``."""
+        this = weakref.ref(self)
+
+        def freed(_: Any) -> None:
+            if (table := this()) is not None and (gone := table.drop(key)) is not None and table._gone is not None:
+                table._gone(gone)
+
+        self._alive[key] = [weakref.ref(life(parameter), freed) for parameter in parameters]
+        self._values[key] = value
+        return value
+
+    def drop(self, key: Hashable) -> _Value | None:
+        """Take an entry out."""
+        self._alive.pop(key, None)
+        return self._values.pop(key, None)
+
+    def items(self) -> list[tuple[Any, _Value]]:
+        """The entries. The table changes whenever a parameter is freed, this list does not."""
+        return list(self._values.items())
+
+    def values(self) -> list[_Value]:
+        """See :meth:`items`."""
+        return list(self._values.values())
