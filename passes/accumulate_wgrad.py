@@ -23,7 +23,6 @@ DDP, FSDP2); gradients that are a sum or a part, or transposed; wgrads that no s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, cast
@@ -45,6 +44,7 @@ from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.records import RefusalRecord
+from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.stores import Caller, Run, Slot, Store
 
 _STORE: Final = "gradients"
@@ -245,12 +245,12 @@ class _Buffer:
 
 
 class MainGrads(Store):
-    """The buffers of one backend. It keeps no parameter alive."""
+    """The buffers of one backend."""
 
     name: ClassVar = _STORE
 
     def __init__(self) -> None:
-        self._buffers: dict[int, _Buffer] = {}  # by the id of a parameter, until that is freed; read in each call
+        self._buffers = ParameterTable[_Buffer]()  # by the ids of parameters; read in each call
         self._left: dict[RefusalRecord, None] = {}  # gradients that a backward gave to autograd, and why
 
     @staticmethod
@@ -259,8 +259,7 @@ class MainGrads(Store):
 
     def report(self) -> Mapping[str, Any]:
         """The memory of the buffers, those that are ``main_grad`` not included, and the gradients left to autograd."""
-        buffers = list(self._buffers.values())
-        held = sum(buffer.tensor.nbytes for buffer in buffers if buffer.is_grad)
+        held = sum(buffer.tensor.nbytes for buffer in self._buffers.values() if buffer.is_grad)
         return {"gradient_bytes": held, "refusals_of_calls": list(self._left)}
 
     def slot(self, asked: Sequence[Gradient], caller: Caller) -> Slot:
@@ -275,35 +274,28 @@ class MainGrads(Store):
 
     def _is_known(self, parameter: Tensor) -> bool:
         """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
-        found = self._buffers.get(id(parameter))
-        return found is not None and getattr(parameter, "main_grad", None) is found.main_grad
+        buffer = self._buffers.get(id(parameter))
+        return buffer is not None and getattr(parameter, "main_grad", None) is buffer.main_grad
 
     def buffer(self, parameter: Tensor) -> _Buffer:
         """The buffer of ``parameter``: its ``main_grad``, or one that becomes its ``.grad``."""
-        found = self._buffers.get(id(parameter))
-        if found is not None and self._is_known(parameter):
-            same = found.tensor.shape == parameter.shape and found.tensor.device == parameter.device
-            if same and (found.unfit is None or found.unfit == _unfit(parameter)):
-                return found
+        buffer = self._buffers.get(id(parameter))
+        if buffer is not None and self._is_known(parameter):
+            same = buffer.tensor.shape == parameter.shape and buffer.tensor.device == parameter.device
+            if same and (buffer.unfit is None or buffer.unfit == _unfit(parameter)):
+                return buffer
         unfit, main_grad = _unfit(parameter), getattr(parameter, "main_grad", None)
         if (tensor := main_grad) is None or unfit is not None:
             with torch.inference_mode(False), torch.no_grad():
                 tensor = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if found is None:
-            weakref.finalize(parameter, MainGrads._forget, weakref.ref(self), id(parameter)).atexit = False
-        made = self._buffers[id(parameter)] = _Buffer(tensor, tensor.data, main_grad, unfit)
+        buffer = self._buffers.keep(id(parameter), _Buffer(tensor, tensor.data, main_grad, unfit), [parameter])
         del tensor, main_grad  # they would count
-        made.unused = autograd.uses(made, "tensor")
-        return made
+        buffer.unused = autograd.uses(buffer, "tensor")
+        return buffer
 
     def leave(self, gradient: Gradient, reason: str) -> None:
         """Say in the report that autograd got this gradient."""
         self._left[RefusalRecord(what="FP32 gradient", fqn=gradient.fqn, index=gradient.index, reason=reason)] = None
-
-    @staticmethod
-    def _forget(reference: weakref.ref[MainGrads], key: int) -> None:
-        if (grads := reference()) is not None:
-            del grads._buffers[key]
 
 
 @dataclass(kw_only=True, eq=False)

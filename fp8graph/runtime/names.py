@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph.compat import fakes, lives, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.ir.decisions import Stacks, stacks_of
 from fp8graph.recipes import FP8_MAX
+from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Epoch
 
 # modules whose parameters of several dims are looked up or convolved
@@ -29,8 +29,8 @@ class Names:
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
-        self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()  # by the lives of parameters
-        self._stacks: MutableMapping[Any, Stacks] = WeakIdKeyDictionary()  # of their models, by the same
+        self._names = ParameterTable[str]()
+        self._stacks = ParameterTable[Stacks]()  # of their models
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
@@ -39,7 +39,7 @@ class Names:
         return model in self._models
 
     def __bool__(self) -> bool:
-        return bool(self._names or self._models)
+        return bool(len(self._names) or self._models)
 
     def bind(self, model: torch.nn.Module, name: str = "") -> None:
         """Learn the names of ``model``'s parameters; they begin with ``name``, if that is not empty."""
@@ -60,8 +60,8 @@ class Names:
         stacks = stacks_of(_matrices(model, name))
         for fqn, parameter in model.named_parameters(prefix=name):
             for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
-                self._names[lives.life(tensor)] = wrappers.name_in_original(fqn)
-                self._stacks[lives.life(tensor)] = stacks
+                self._names.set(tensor, wrappers.name_in_original(fqn))
+                self._stacks.set(tensor, stacks)
 
     def get(self, parameter: torch.Tensor | lives.Life) -> str:
         """The FQN, or "" for a tensor that was not bound.
@@ -72,10 +72,11 @@ class Names:
         if isinstance(parameter, FakeTensor):
             real = self._real(parameter)
             return "" if real is None else self.get(real)
-        if (life := lives.life(parameter)) not in self._names:
-            for model, name in list(self._models.items()):
-                self._learn(model, name)
-        return self._names.setdefault(life, "")  # if none was found: do not search again
+        if (name := self._names.of(parameter)) is None:
+            for model, prefix in list(self._models.items()):
+                self._learn(model, prefix)
+            name = self._names.of(parameter)
+        return self._names.set(parameter, "") if name is None else name  # do not search again
 
     def held(self) -> set[int]:
         """The ids of the lives of the parameters that bound models have now."""
@@ -107,7 +108,7 @@ class Names:
     def stacks(self, parameters: Iterable[torch.Tensor]) -> Stacks:
         """The stacks of blocks of the bound models that ``parameters`` belong to."""
         real = (self._real(each) if isinstance(each, FakeTensor) else each for each in parameters)
-        every = (self._stacks.get(lives.life(each), frozenset()) for each in real if each is not None)
+        every = (self._stacks.of(each) or () for each in real if each is not None)
         return frozenset[Any]().union(*every)
 
     def _real(self, fake: FakeTensor) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
@@ -28,14 +28,19 @@ class ParameterTable(Generic[_Value]):
     def __init__(self, gone: Callable[[_Value], None] | None = None) -> None:
         self._gone = gone
         self._values: dict[Hashable, _Value] = {}
+        self.get: Final = self._values.get  # by key; no function of Python, as it is called in each call of a graph
         self._alive: dict[Hashable, list[weakref.ref[Any]]] = {}  # called when their parameters are freed
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: Hashable) -> _Value | None:
-        """The value that is kept under ``key``."""
-        return self._values.get(key)
+    def of(self, parameter: Tensor | Life) -> _Value | None:
+        """The value of one parameter."""
+        return self._values.get(id(life(parameter)))
+
+    def set(self, parameter: Tensor | Life, value: _Value) -> _Value:
+        """Give one parameter a value."""
+        return self.keep(id(life(parameter)), value, [parameter])
 
     def keep(self, key: Hashable, value: _Value, parameters: Iterable[Tensor | Life]) -> _Value:
         """Keep ``value`` as long as all of ``parameters`` live, whose ids are a part of ``key``."""
@@ -57,6 +62,11 @@ class ParameterTable(Generic[_Value]):
     def items(self) -> list[tuple[Any, _Value]]:
         """The entries. The table changes whenever a parameter is freed, this list does not."""
         return list(self._values.items())
+
+    def parameters(self) -> list[tuple[Tensor | Life, _Value]]:
+        """The parameters of the entries, alive, each with its value."""
+        alive = [(reference(), key) for key, references in list(self._alive.items()) for reference in references]
+        return [(owner, self._values[key]) for owner, key in alive if owner is not None]
 
     def values(self) -> list[_Value]:
         """See :meth:`items`."""

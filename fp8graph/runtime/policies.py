@@ -12,23 +12,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph import hardware
 from fp8graph.compat import autograd
-from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import choices
 from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import WATCH, Policy, in_file, is_checkpoint, values_of_file
+from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import WeightUpdates
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
@@ -219,7 +218,7 @@ class Schedule:
         self._policies, self._steps = policies, steps
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps
-        self._parameters: MutableMapping[Any, None] = WeakIdKeyDictionary()  # the lives of those of compiled models
+        self._trained = ParameterTable[bool]()  # those of compiled models
         self.counts = False  # someone asks for the step, whether the policy has a schedule or not
         self._asked: int | None = None  # the optimizers' steps when it was last asked for
         self._now = 0
@@ -237,7 +236,9 @@ class Schedule:
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn which parameters the models train."""
         if self.runs or self.counts:
-            self._parameters.update((life(parameter), None) for parameter in parameters if parameter.requires_grad)
+            for parameter in parameters:
+                if parameter.requires_grad and not self._trained.of(parameter):
+                    self._trained.set(parameter, True)
 
     def advance(self) -> None:
         """Take the policy as it is at the present step."""
@@ -247,7 +248,7 @@ class Schedule:
 
     def step(self) -> int:
         """The number of steps of training that are over."""
-        return self._start + self._steps.taken(list(self._parameters))
+        return self._start + self._steps.taken([parameter for parameter, _ in self._trained.parameters()])
 
     def step_of_call(self) -> int:
         """The same at a call of compiled code: a recomputation in backward belongs to the step of its forward."""

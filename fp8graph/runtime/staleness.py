@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
-from fp8graph.compat.lives import Life, life
+from fp8graph.compat.lives import Life
+from fp8graph.runtime.parameters import ParameterTable
 
 _log = logging.getLogger("fp8graph")
 
@@ -75,9 +76,7 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
-        # by the id of a parameter's life: the last step of its optimizer, and how many steps its optimizers took
-        self.held: dict[int, tuple[weakref.ref[Any], int, int]] = {}
-        self._full = 1024  # length at which freed parameters are dropped
+        self.held = ParameterTable[list[int]]()  # the last step of its optimizer, and how many its optimizers took
         self._waiting: list[Callable[[Optimizer], bool]] = []
         disabled: Any = torch.compiler.disable(self._after_step)  # Dynamo traces the hook where a step is compiled
         autograd.after_optimizer_steps(self, disabled)
@@ -85,13 +84,9 @@ class OptimizerSteps:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.count += 1
         for group in optimizer.param_groups:
-            for parameter in map(life, group["params"]):
-                reference, _, taken = self.held.get(id(parameter), (None, 0, 0))
-                taken = taken if reference is not None and reference() is parameter else 0
-                self.held[id(parameter)] = weakref.ref(parameter), self.count, taken + 1
-        if len(self.held) > self._full:
-            self.held = {key: held for key, held in self.held.items() if held[0]() is not None}
-            self._full = 2 * len(self.held) + 1024
+            for parameter in group["params"]:
+                held = self.held.of(parameter) or self.held.set(parameter, [0, 0])
+                held[:] = self.count, held[1] + 1
         for waits in [*self._waiting]:
             if waits(optimizer):
                 self._waiting.remove(waits)
@@ -105,10 +100,8 @@ class OptimizerSteps:
 
         What no optimizer was seen to hold and trains may be held in slices: each step counts.
         """
-        alive = life(parameter)
-        reference, step, _ = self.held.get(id(alive), (None, 0, 0))
-        if reference is not None and reference() is alive:
-            return step
+        if (held := self.held.of(parameter)) is not None:
+            return held[0]
         return self.count if parameter.requires_grad else 0
 
 
@@ -248,20 +241,17 @@ class WeightUpdates:
 
         Of all, if none does.
         """
-        held = [self.all.held.get(id(parameter)) for parameter in parameters]
-        own = [self._since(h) for h, p in zip(held, parameters, strict=True) if h is not None and h[0]() is p]
-        return max(own or map(self._since, list(self.all.held.values())), default=0)
+        held = [*filter(None, map(self.all.held.of, parameters))] or self.all.held.values()
+        return max(map(self._since, held), default=0)
 
     def restart(self) -> None:
         """Let :meth:`taken` count anew."""
-        self._earlier = dict(self.all.held)
+        # by the ids of the counts, which are kept, so that no others get these ids
+        self._earlier = {id(held): (held, held[1]) for held in self.all.held.values()}
 
-    def _since(self, held: tuple[weakref.ref[Any], int, int]) -> int:
-        reference, _, taken = held
-        if (parameter := reference()) is None:
-            return 0
-        earlier = self._earlier.get(id(parameter))
-        return taken - (earlier[2] if earlier is not None and earlier[0]() is parameter else 0)
+    def _since(self, held: list[int]) -> int:
+        _, before = self._earlier.get(id(held), (held, 0))
+        return held[1] - before
 
 
 class Unchanged:

@@ -9,20 +9,17 @@ amaxes a scale that is there is not changed: all of them read one.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, MutableMapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph.compat import autograd, checkpointing
 from fp8graph.compat.distributed import largest_over, local, mesh_of
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import Life, life
 from fp8graph.numerics import history
 from fp8graph.numerics.formats import SCALE
 from fp8graph.passes.connect_scales import PageLayout, is_parameter
@@ -33,18 +30,25 @@ from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import optimizer_steps, version
 
 
+@dataclass(eq=False)
+class Owner:
+    """A parameter as the owner of rows. Unlike an id, it is never that of another parameter."""
+
+    keys: list[RowKey] = field(default_factory=list["RowKey"])  # of its rows
+
+
 @dataclass(frozen=True)
 class RowKey:
-    """The identity of a row: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+    """The identity of a row: a tensor of a layer under a recipe. ``owner``: of the layer's weight."""
 
-    owner: int
+    owner: Owner
     site: str | None  # module of a matmul without a weight ("" at the root), whose owner only says which model it is in
     use: int
     operand: OperandName
     recipe: DelayedScaling  # under which it is recorded: a tensor may have several rows at once
 
     @property
-    def of_tensor(self) -> tuple[int, str | None, int, OperandName]:
+    def of_tensor(self) -> tuple[Owner, str | None, int, OperandName]:
         """The part that is the same for all rows of one tensor."""
         return self.owner, self.site, self.use, self.operand
 
@@ -58,38 +62,6 @@ def row_name(place: str, key: RowKey, number: int | None = None) -> str:
     """
     which = key.use if number is None else number
     return f"{place}{f'#{which}' if which else ''}.{key.operand}|{recipe_text(key.recipe)}"
-
-
-class Tokens:
-    """A number for each parameter. Unlike an id, a token is never used again.
-
-    Args:
-        gone: called with the token of a parameter that was freed.
-    """
-
-    def __init__(self, gone: Callable[[int], None]) -> None:
-        self._gone = gone
-        self._known: MutableMapping[Any, int] = WeakIdKeyDictionary()  # by the lives of parameters
-        self._created = 0
-
-    def of(self, parameter: Tensor) -> int:
-        alive = life(parameter)
-        token = self._known.get(alive)
-        if token is None:
-            self._created = self._known[alive] = token = self._created + 1
-            weakref.finalize(alive, self._gone, token).atexit = False
-        return token
-
-    def known(self, parameter: Tensor) -> int | None:
-        """Its token; None if nothing has asked for one."""
-        return self._known.get(life(parameter))
-
-    def alive(self) -> set[int]:
-        return set(self._known.values())
-
-    def parameters(self) -> list[tuple[int, Tensor | Life]]:
-        """The parameters that are alive (:func:`fp8graph.compat.lives.life`), each after its token."""
-        return [(token, parameter) for parameter, token in self._known.items()]
 
 
 @dataclass(eq=False)
@@ -162,12 +134,12 @@ class WeightRow:
     @staticmethod
     def among(layout: PageLayout, rows: Sequence[Row]) -> list[WeightRow]:
         """Those of one page, whose ``rows`` are in order."""
-        found: list[WeightRow] = []
+        weights: list[WeightRow] = []
         for row, uses in zip(rows, layout.rows, strict=True):
             if is_parameter(uses) and (layout.group is None or layout.recipe.starts_from_own_amax):
                 owners = {use.parameter: None for use in uses if use.parameter is not None}
-                found.append(WeightRow(row, layout, tuple(owners)))
-        return found
+                weights.append(WeightRow(row, layout, tuple(owners)))
+        return weights
 
     def follow(self, args: Sequence[Any]) -> None:
         """Take the scale of the weight's amax, if the row has none, or if other than an optimizer wrote the weight."""
@@ -211,26 +183,18 @@ def _state(owners: Sequence[Tensor], *, by_contents: bool) -> Any:
     return signals, contents_of(owners) if by_contents and all(x.is_cpu for x in owners) else None
 
 
-@dataclass
-class FoundPages:
+@dataclass(kw_only=True)
+class GraphPages:
     """The pages of one graph for one set of parameters."""
 
-    asked: Sequence[Any]  # kept alive, so that its id is not used again
-    owners: Sequence[weakref.ref[Any]]
+    requests: Sequence[Any]  # kept alive, so that its id is not used again
     pages: list[Page]
-    keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each
-    names: Sequence[Sequence[Sequence[RowKey]]] = ()  # of the rows of each page: all names of each
-    weights: Sequence[WeightRow] = ()  # the rows that are the state of parameters themselves
-    phase: int = 0  # of the policy: see Phases
-    records: bool = False  # a call that records has found them
-    follows: bool = False  # some rows are copies of others, for evaluation
+    names: Sequence[Sequence[Sequence[RowKey]]]  # of the rows of each page: all names of each
+    weights: Sequence[WeightRow]  # the rows that are the state of parameters themselves
+    phase: int  # of the policy: see Phases
     turn: int = 0  # grows with each look-up of the backend
-
-    def holds(self, owners: Sequence[Tensor | Life]) -> bool:
-        """Whether they are of the parameters whose lives are ``owners``."""
-        return not any(page.moved for page in self.pages) and all(
-            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
-        )
+    records: bool = False  # a call that records has asked for them
+    follows: bool = True  # some rows are copies of others, for evaluation
 
 
 def keep_scales(call: Checkpointed, layouts: Sequence[PageLayout], pages: Sequence[Tensor]) -> None:
@@ -239,14 +203,14 @@ def keep_scales(call: Checkpointed, layouts: Sequence[PageLayout], pages: Sequen
         with checkpointing.without_modes():
             for layout, page in zip(layouts, pages, strict=True):
                 if not layout.backward:
-                    found = _first_scales(call, page)
-                    call.kept.noted.append((page, page[:, : history.HEADER].clone() if found is None else found))
+                    first = _first_scales(call, page)
+                    call.kept.noted.append((page, page[:, : history.HEADER].clone() if first is None else first))
 
 
 def _first_scales(call: Checkpointed, page: Tensor) -> Tensor | None:
     """[rows, 4]: what the call that this one repeats has read."""
-    known = call.first.noted if call.first is not None else []
-    return next((scales for other, scales in known if other is page), None)
+    noted = call.first.noted if call.first is not None else []
+    return next((scales for other, scales in noted if other is page), None)
 
 
 @contextmanager

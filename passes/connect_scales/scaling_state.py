@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fp8graph.compat import autograd, checkpointing, ops
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import life
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.decisions import InitialScales
@@ -30,11 +29,11 @@ from fp8graph.numerics.history import HEADER, read_scales
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
-    FoundPages,
+    GraphPages,
+    Owner,
     Page,
     Row,
     RowKey,
-    Tokens,
     WeightRow,
     as_first,
     keep_scales,
@@ -44,9 +43,8 @@ from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, 
 from fp8graph.passes.connect_scales.successors import Phases, Successors
 from fp8graph.recipes import DelayedScaling, OperandName, Recipe
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.policies import Policies
-from fp8graph.runtime.rank_groups import RankGroups
-from fp8graph.runtime.staleness import Epoch, WeightUpdates
+from fp8graph.runtime.parameters import ParameterTable
+from fp8graph.runtime.staleness import identities
 from fp8graph.runtime.state_dict import shown
 from fp8graph.runtime.stores import Caller, KeptScales, Otherwise, Run, Services, Slot, accelerator_of
 
@@ -60,25 +58,18 @@ class ScalingState(KeptScales):
 
     name: ClassVar = PageLayout.store
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        steps: WeightUpdates | None = None,
-        names: Names | None = None,
-        groups: RankGroups | None = None,
-        policies: Policies | None = None,
-    ) -> None:
-        self._epoch = epoch  # it is advanced when graphs have to look for their pages again
-        self.ranks = groups if groups is not None else RankGroups()  # of the present call
-        self._steps = steps if steps is not None else WeightUpdates()  # of optimizers
-        self._names = names  # bound names of parameters
+    def __init__(self, services: Services) -> None:
+        self._epoch = services.epoch  # it is advanced when graphs have to look for their pages again
+        self.ranks = services.groups  # of the present call
+        self._steps, self._names, self._policies = services.steps, services.names, services.policies
+        self._owners = ParameterTable[Owner](self._gone)
+        self._nobody = Owner()  # of the rows of models without parameters
         self._rows: dict[RowKey, Row] = {}
-        self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
-        self._successors, self._phases, self._policies = Successors(), Phases(policies), policies
+        self._successors, self._phases = Successors(), Phases(services.policies)
         self._loaded = LoadedRows()
         self._loads = 0  # how many states were loaded: all ranks load the same
         self._groups: set[str | None] = set()  # groups that amaxes were reduced over; None: this rank alone
-        self._found: dict[Any, FoundPages] = {}  # pages of earlier calls: to look up a thousand rows takes milliseconds
+        self._graphs = ParameterTable[GraphPages]()  # of earlier calls: to look up a thousand rows takes milliseconds
         self._turn = 0
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
@@ -88,18 +79,15 @@ class ScalingState(KeptScales):
         self.before_commit: list[Callable[[], None]] = []  # they stage amaxes from outside of graphs
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
         self._commits_after_steps = False
-        reference = weakref.ref(self)
-
-        def gone(owner: int) -> None:
-            # several ranks drop layers at their next look-up: all at the same time, whenever memory is freed
-            if (state := reference()) is not None and not state._reductions:
-                state._forget_rows(owner)
-
-        self._tokens = Tokens(gone)
 
     @classmethod
     def of(cls, services: Services) -> ScalingState:
-        return cls(services.epoch, services.steps, services.names, services.groups, services.policies)
+        return cls(services)
+
+    def _gone(self, owner: Owner) -> None:
+        # several ranks drop layers at their next look-up: all at the same time, whenever memory is freed
+        if not self._reductions:
+            self._forget_rows(owner)
 
     def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""
@@ -123,10 +111,9 @@ class ScalingState(KeptScales):
             return None
         if any(isinstance(parameter, FakeTensor) for parameter in parameters):
             return None  # of a model that is only looked at
-        tokens = [self._tokens.known(parameter) for parameter in parameters]
-        keys = [key for token in tokens if token is not None for key in self._keys.get(token, ())]
-        pages = {self._rows[key].page for key in keys}
-        return InitialScales() if not keys or any([page.look() for page in pages]) else None
+        owners = filter(None, map(self._owners.of, parameters))
+        pages = {self._rows[key].page for owner in owners for key in owner.keys}
+        return InitialScales() if not pages or any([page.look() for page in pages]) else None
 
     def _begin(self, pages: Sequence[Page], begins: bool) -> Callable[[Any], bool] | None:
         """Look whether tensors of a graph have no scale yet, for which its variant that ``begins`` is.
@@ -183,38 +170,39 @@ class ScalingState(KeptScales):
             records: amaxes are recorded in them.
         """
         owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
-        lives = [*map(life, owners)]
-        key = id(asked), *map(id, lives)
-        found, phase, in_backward = self._found.get(key), self._phases.now(), autograd.in_backward()
-        if found is None or (found.phase != phase and not in_backward) or not found.holds(lives):
+        key = id(asked), identities(tuple(owners))
+        graph, phase, in_backward = self._graphs.get(key), self._phases.now(), autograd.in_backward()
+        moved = graph is None or any(page.moved for page in graph.pages)
+        if graph is None or moved or (graph.phase != phase and not in_backward):
             self._forget_dead_layers()
-            anchor = owners[0] if owners else None
-            layouts = _layouts_of(asked)
-            pages = [self._page(layout, args, anchor) for layout in layouts]
-            calls = self._found
-            alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in lives]
-            names = [[[self._key(row, args, anchor) for row in rows] for rows in layout.rows] for layout in layouts]
-            keys = [[own[0] for own in rows] for rows in names]
-            pairs = zip(layouts, keys, strict=True)
-            weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]
-            found = calls[key] = FoundPages(asked, alive, pages, keys, names, weights, phase, follows=True)
-        found.turn = self._turn = self._turn + 1
+            graph = self._graphs.keep(key, self._look_up(asked, args, owners[0] if owners else None), owners)
+        graph.turn = self._turn = self._turn + 1
         if not in_backward:  # a repeated forward belongs to the phase of the first
-            if found.follows:
-                found.follows = self._follow(_layouts_of(asked), found, phase)
-            if records and not found.records:
-                found.records = True
-                for own in (own for rows in found.names for several in rows for own in several):
+            if graph.follows:
+                graph.follows = self._follow(_layouts_of(asked), graph, phase)
+            if records and not graph.records:
+                graph.records = True
+                for own in (own for rows in graph.names for several in rows for own in several):
                     self._successors.used(own, phase)
-        if found.weights and not in_backward and not self.ranks.rehearses():
-            for weight in found.weights:
+        if graph.weights and not in_backward and not self.ranks.rehearses():
+            for weight in graph.weights:
                 weight.follow(args)
-        return found.pages
+        return graph.pages
 
-    def _follow(self, layouts: Sequence[PageLayout], found: FoundPages, phase: int) -> bool:
+    def _look_up(
+        self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], anchor: Tensor | None
+    ) -> GraphPages:
+        layouts = _layouts_of(asked)
+        pages = [self._page(layout, args, anchor) for layout in layouts]
+        names = [[[self._key(row, args, anchor) for row in rows] for rows in layout.rows] for layout in layouts]
+        rows = [[self._rows[several[0]] for several in each] for each in names]
+        weights = [w for layout, each in zip(layouts, rows, strict=True) for w in WeightRow.among(layout, each)]
+        return GraphPages(requests=asked, pages=pages, names=names, weights=weights, phase=self._phases.now())
+
+    def _follow(self, layouts: Sequence[PageLayout], graph: GraphPages, phase: int) -> bool:
         """Let outdated rows follow the newest of their tensors; whether some have to in the next call, too."""
         again = False
-        for layout, rows in zip(layouts, found.names, strict=True):
+        for layout, rows in zip(layouts, graph.names, strict=True):
             for names in rows:
                 newer = next(filter(None, (self._successors.newer(key, phase) for key in names)), None)
                 if newer is not None:
@@ -227,18 +215,14 @@ class ScalingState(KeptScales):
 
     def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
         """Drop the pages found for a graph that is gone. The scales stay, for other graphs of its layers."""
-        for key in [key for key in list(self._found) if key[0] == id(asked)]:
-            self._found.pop(key, None)
+        for key, _ in self._graphs.items():
+            if key[0] == id(asked):
+                self._graphs.drop(key)
 
     def reduces(self, group: str, device: torch.device) -> None:
         """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
         if group not in self._reductions:
-            reference = weakref.ref(self)
-
-            def earlier(name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
-                return None if (state := reference()) is None else state._of_other_ranks(name, layout)
-
-            self._reductions[group] = Reduction(group, device, earlier)
+            self._reductions[group] = Reduction(group, device, self._of_other_ranks)
         if not self._commits_after_steps:
             self._commits_after_steps, reference = True, weakref.ref(self)
 
@@ -257,7 +241,7 @@ class ScalingState(KeptScales):
         self._without_backward.clear()
         for stage in self.before_commit:
             stage()
-        step = 2 * self._steps.taken([x for _, x in self._tokens.parameters()]) + ends_step if self._reductions else 0
+        step = 2 * self._steps.taken([x for x, _ in self._owners.parameters()]) + ends_step if self._reductions else 0
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):
                 pages = self._staged_pages().get(group, [])
@@ -354,7 +338,7 @@ class ScalingState(KeptScales):
                 self._staged = None
                 if known is not None:
                     continue
-                self._keys.setdefault(key.owner, []).append(key)
+                key.owner.keys.append(key)
                 of_others = any(name in reduction.absent for reduction in self._reductions.values())
                 state, copied = self._loaded_exactly(name, layout), None
                 if state is None and fresh:
@@ -368,9 +352,9 @@ class ScalingState(KeptScales):
 
     def rename(self, names: Names) -> None:
         """Call the rows of parameters that have been bound by their full names, before they are used again."""
-        for token, parameter in self._tokens.parameters():
+        for parameter, owner in self._owners.parameters():
             bound = names.get(parameter)
-            for key in self._keys.get(token, ()) if bound else ():
+            for key in owner.keys if bound else ():
                 if key.site is None:
                     self._rows[key].name = row_name(bound.removesuffix(".weight"), key)
         self._staged = None
@@ -414,10 +398,12 @@ class ScalingState(KeptScales):
         return self._successors.converted(self._rows[newest].saved(), layout, name, self._phases.now())
 
     def _key(self, row: Use, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
-        owner = args[row.parameter] if row.parameter is not None else anchor
-        token = self._tokens.of(owner) if owner is not None else 0
+        parameter = args[row.parameter] if row.parameter is not None else anchor
+        owner = self._nobody
+        if parameter is not None:
+            owner = self._owners.of(parameter) or self._owners.set(parameter, Owner())
         recipe, site = cast(DelayedScaling, row.recipe), row.fqn if row.parameter is None else None
-        return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=recipe)
+        return RowKey(owner=owner, site=site, use=row.use, operand=row.operand, recipe=recipe)
 
     def scales_in(self, tensor: Tensor) -> Tensor:
         return read_scales(tensor, copy=True)
@@ -429,9 +415,9 @@ class ScalingState(KeptScales):
 
     def row(self, parameter: Tensor, operand: OperandName, recipe: DelayedScaling) -> SavedRow | None:
         """A copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""
-        key = RowKey(self._tokens.known(parameter) or 0, None, 0, operand, recipe)
-        found = key if key in self._rows else self._successors.newest(key)
-        return None if found is None else self._rows[found].saved()
+        first = RowKey(self._owners.of(parameter) or self._nobody, None, 0, operand, recipe)
+        key = first if first in self._rows else self._successors.newest(first)
+        return None if key is None else self._rows[key].saved()
 
     def peek(self, asked: PageLayout, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         """A page with the scale of a weight, which the linears in it share."""
@@ -449,26 +435,27 @@ class ScalingState(KeptScales):
         row = self.row(owner, "input", asked.recipe)
         return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None
 
-    def _forget_rows(self, owner: int) -> None:
-        for key in self._keys.pop(owner, ()):
+    def _forget_rows(self, owner: Owner) -> None:
+        for key in owner.keys:
             self._rows.pop(key, None)
             self._successors.drop(key)
+        owner.keys.clear()
         self._staged = None
 
     def _forget_dead_layers(self) -> None:
         """Drop the rows of parameters that no longer exist, so that their pages can be freed."""
-        for owner in self._keys.keys() - self._tokens.alive() - {0}:
+        for owner in {key.owner for key in self._rows} - {*self._owners.values(), self._nobody}:
             self._forget_rows(owner)
 
     def _alive(self) -> dict[str, Row]:
         """The rows of the layers that still exist, by name, without those whose tensor has a newer one."""
         self._forget_dead_layers()
-        found: dict[str, list[tuple[RowKey, Row]]] = {}
+        named: dict[str, list[tuple[RowKey, Row]]] = {}
         for key, row in list(self._rows.items()):
             if not self._successors.outdated(key):
-                found.setdefault(row.name, []).append((key, row))
+                named.setdefault(row.name, []).append((key, row))
         rows: dict[str, Row] = {}
-        for row in [row for alike in found.values() for row in self._of_models(alike)]:
+        for row in [row for alike in named.values() for row in self._of_models(alike)]:
             if row.name in rows:
                 raise StateError(
                     f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to the compiled code. "
@@ -484,11 +471,13 @@ class ScalingState(KeptScales):
         That is another parameter; or, for a module that has a parameter now and had none then (or the reverse, as
         torch.nn.utils.prune does), what was looked up last.
         """
-        if len(alike) > 1 and self._names is not None:
-            parameters, held = dict(self._tokens.parameters()), self._names.held()
-            alike = [(key, row) for key, row in alike if id(parameters.get(key.owner)) in held] or alike
+        if len(alike) > 1:
+            held = self._names.held()
+            owners = {owner for parameter, owner in self._owners.parameters() if id(parameter) in held}
+            alike = [(key, row) for key, row in alike if key.owner in owners] or alike
             if len({key.site is None for key, _ in alike}) > 1:
-                turns = {key: found.turn for found in self._found.values() for keys in found.keys for key in keys}
+                of_rows = ((rows, graph.turn) for graph in self._graphs.values() for rows in graph.names)
+                turns = {several[0]: turn for rows, turn in of_rows for several in rows}
                 alike = [max(alike, key=lambda item: turns.get(item[0], 0))]
         return [row for _, row in alike]
 
@@ -521,10 +510,8 @@ class ScalingState(KeptScales):
 
     def _policies_have_state(self) -> bool:
         """Whether some recipe of the policy has a state, at any step of its schedule."""
-        if self._policies is None:
-            return True
-        known = [self._policies.current, *([self._policies.scheduled] if self._policies.scheduled else [])]
-        return any(recipe.has_state for policy in known for recipe in policy.recipes())
+        policies = [self._policies.current, *([self._policies.scheduled] if self._policies.scheduled else [])]
+        return any(recipe.has_state for policy in policies for recipe in policy.recipes())
 
     def _load(self, rows: Mapping[str, SavedRow], existing: Mapping[str, Row]) -> None:
         self._loads += bool(rows)  # a model that is unpickled loads what it had, perhaps nothing

@@ -33,15 +33,15 @@ _COPY: Final = -1  # a copy of another row, which has recorded nothing since
 class Phases:
     """Numbers of the times between changes of the policy, from 1. The same policy, set again, begins no new one."""
 
-    def __init__(self, policies: Policies | None) -> None:
+    def __init__(self, policies: Policies) -> None:
         self._policies = policies
         self._seen: ResolvedPolicy | None = None
         self._identity = ""
-        self._number = 1 if policies is None else 0
+        self._number = 0
 
     def now(self) -> int:
         """The present one. Asked in every call."""
-        if self._policies is not None and (seen := self._policies.now) is not self._seen:
+        if (seen := self._policies.now) is not self._seen:
             self._seen = seen
             if (identity := seen.of(())[1]) != self._identity:
                 self._identity = identity

@@ -211,7 +211,7 @@ def test_a_graph_keeps_its_variants_for_the_last_policies_only() -> None:
 
     for policy in policies:
         call_under(policy)
-        found.append((alive(), backend.weights.bytes, len(backend.store(ScalingState)._found)))
+        found.append((alive(), backend.weights.bytes, len(backend.store(ScalingState)._graphs)))
     assert found[KEPT_POLICIES:] == found[KEPT_POLICIES - 1 : KEPT_POLICIES] * KEPT_POLICIES
     last = [policy.identity() for policy in policies[-KEPT_POLICIES:]]
     assert [*dict.fromkeys(call_under(policies[-2]))] == last  # a switch back compiles nothing

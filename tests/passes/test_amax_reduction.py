@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph import DelayedScaling, StateError
+from fp8graph import Backend, DelayedScaling, StateError
 from fp8graph.compat.distributed import timeout_of
 from fp8graph.numerics.formats import SCALE
 from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import HEAD, Marks, Reduction, StagedPage
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
-from fp8graph.runtime.staleness import Epoch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 CPU = torch.device("cpu")
@@ -213,7 +212,7 @@ def smallest(amaxes: Tensor) -> Tensor:
 
 
 def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
-    state, result = ScalingState(Epoch()), torch.ones(1)
+    state, result = Backend().store(ScalingState), torch.ones(1)
     first, second = [torch.zeros(1, 3)], [torch.zeros(1, 3)]
     state.watch([result], first)
     state.watch([result], second)  # another layer of the same graph
@@ -226,7 +225,7 @@ def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
 
 
 def test_a_backward_ends_the_step_of_its_forwards() -> None:
-    state, x = ScalingState(Epoch()), torch.ones(1, requires_grad=True)
+    state, x = Backend().store(ScalingState), torch.ones(1, requires_grad=True)
     y = x * 2
     state.watch([y], [])
     assert not state._step_is_over

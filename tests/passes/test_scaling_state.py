@@ -20,7 +20,6 @@ from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
-from fp8graph.runtime.staleness import Epoch
 from helpers import MLP, eager_backend, first_fast, first_slow
 
 RECIPE = DelayedScaling(amax_history_len=4, initial_scale="one")
@@ -495,7 +494,7 @@ def test_another_default_dtype_changes_no_state() -> None:
 
 
 def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
-    state, weight = ScalingState(Epoch()), nn.Parameter(torch.ones(2, 2))
+    state, weight = Backend().store(ScalingState), nn.Parameter(torch.ones(2, 2))
     row = Use(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     layouts = [
         (PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),)),)
@@ -507,7 +506,7 @@ def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
 
 def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> None:
     """From one with E4M3, whose maximum is 448, to one with fnuz: 240. Amaxes are amaxes everywhere."""
-    state, weight = ScalingState(Epoch()), nn.Parameter(torch.ones(2, 2))
+    state, weight = Backend().store(ScalingState), nn.Parameter(torch.ones(2, 2))
     row = Use(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     settings: Any = {"recipe": RECIPE, "backward": False, "device": torch.device("cpu"), "rows": ((row,),)}
     ((ocp,), (fnuz,)) = layouts = [(PageLayout(fp8_max=maximum, **settings),) for maximum in (448.0, 240.0)]

@@ -17,12 +17,11 @@ from fp8graph import Backend, DelayedScaling, Format, Policy, Rule
 from fp8graph.compat import distributed
 from fp8graph.ir.sites import Use
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.pages import RowKey
+from fp8graph.passes.connect_scales.pages import Owner, RowKey
 from fp8graph.passes.connect_scales.saved import SavedRow
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.connect_scales.successors import Phases, Successors
 from fp8graph.runtime.policies import Policies
-from fp8graph.runtime.staleness import Epoch
 from helpers import eager_backend, first_fast
 from ranks import run_ranks
 
@@ -250,9 +249,11 @@ def test_a_pickled_backend_has_the_newest_rows_alone() -> None:
 
 # the parts
 
+_OWNER = Owner()
+
 
 def key(recipe: DelayedScaling) -> RowKey:
-    return RowKey(owner=1, site=None, use=0, operand="input", recipe=recipe)
+    return RowKey(owner=_OWNER, site=None, use=0, operand="input", recipe=recipe)
 
 
 def layout_of(recipe: DelayedScaling, group: str | None = None) -> PageLayout:
@@ -324,7 +325,7 @@ def test_scales_of_one_rank_do_not_become_those_of_all(
 
 def test_a_row_that_other_ranks_have_copied_is_copied_here() -> None:
     """This rank has not run the layer under the new recipe, and all ranks have to have one scale."""
-    state, weight = ScalingState(Epoch()), nn.Parameter(torch.ones(2, 2))
+    state, weight = Backend().store(ScalingState), nn.Parameter(torch.ones(2, 2))
     (page,) = state.tensors((layout_of(RECIPE),), [weight])
     page[0, 1] = 16.0
     copied = state._of_other_ranks("a.input|delayed(margin=1,amax_history_len=8)", layout_of(changed("margin")))
