@@ -29,7 +29,9 @@ from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
+from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import Life
+from fp8graph.runtime.contents import contents_of
 from fp8graph.runtime.parameters import ParameterTable
 
 _log = logging.getLogger("fp8graph")
@@ -232,10 +234,6 @@ class WeightUpdates:
 
             autograd.after_optimizer_steps(self, after_step)
 
-    def of(self, parameter: Tensor) -> int:
-        """See :meth:`OptimizerSteps.of`."""
-        return self.all.of(parameter)
-
     def taken(self, parameters: Sequence[Tensor | Life]) -> int:
         """Steps of the optimizers that hold some of ``parameters`` (their lives), since the last restart.
 
@@ -268,23 +266,47 @@ class Unchanged:
         self._counters = counters
         self._pick = picker(positions)
         tensors = self._pick(args)
-        self._sharded = any(local(x) is not x for x in tensors)
-        self._tracked = [i for i, x in enumerate(tensors) if not x.is_inference()]  # the others have no version
-        self._all_tracked = len(self._tracked) == len(tensors)
-        self._seen = self._state(tensors)
+        self._read = _reader(tensors)
+        self._seen = counters(), self._read(tensors)
         lost: list[None] = []  # not empty: some storage is gone
         self._lost = lost
         storages = (local(x).untyped_storage() for x in tensors)
         self._storages = [weakref.ref(storage, lambda _: lost.append(None)) for storage in storages]
 
-    def _state(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
-        versions = [*map(version, tracked)] if self._sharded else [*map(autograd.version, tracked)]
-        shards = [*map(local, tensors)] if self._sharded else tensors
-        return self._counters(), versions, [*map(Tensor.data_ptr, shards)]
-
     def __call__(self, args: Sequence[Any]) -> bool:
-        return not self._lost and self._state(self._pick(args)) == self._seen
+        return not self._lost and self._seen == (self._counters(), self._read(self._pick(args)))
+
+
+def signature(
+    parameters: Sequence[Tensor],
+    *,
+    steps: OptimizerSteps | None = None,
+    storages: bool = True,
+    contents: bool = False,
+) -> tuple[Any, ...]:
+    """A value that changes with each write to ``parameters`` that leaves a trace: a version, an address, or more.
+
+    Args:
+        steps: take those of optimizers for traces.
+        storages: see :func:`storage_of`; for signatures between which memory may be freed.
+        contents: read the numbers, too, where that is quick: on a CPU.
+    """
+    shards, taken = [*map(local, parameters)], [*map(steps.of, parameters)] if steps is not None else []
+    if any(isinstance(x, FakeTensor) for x in shards):
+        return [*map(version, parameters)], taken
+    memory = [*map(storage_of, shards)] if storages else []
+    read = contents and all(x.is_cpu for x in shards)
+    return *_reader(parameters)(parameters), memory, taken, contents_of(shards) if read else []
+
+
+def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[list[Any], list[int]]]:
+    """A function that reads versions and addresses of tensors such as these, in as few calls as they allow."""
+    if any(local(x) is not x for x in parameters):
+        return lambda tensors: ([*map(version, tensors)], [*map(Tensor.data_ptr, map(local, tensors))])
+    tracked = [i for i, x in enumerate(parameters) if not x.is_inference()]  # the others have no version
+    if len(tracked) == len(parameters):
+        return lambda tensors: ([*map(autograd.version, tensors)], [*map(Tensor.data_ptr, tensors)])
+    return lambda tensors: ([autograd.version(tensors[i]) for i in tracked], [*map(Tensor.data_ptr, tensors)])
 
 
 def version(parameter: Tensor) -> tuple[int, ...]:

@@ -25,9 +25,8 @@ from fp8graph.numerics.formats import SCALE
 from fp8graph.passes.connect_scales import PageLayout, is_parameter
 from fp8graph.passes.connect_scales.saved import SavedRow, recipe_text, rescaled
 from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
-from fp8graph.runtime.contents import contents_of
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.staleness import optimizer_steps, version
+from fp8graph.runtime.staleness import optimizer_steps, signature
 
 
 @dataclass(eq=False)
@@ -148,7 +147,8 @@ class WeightRow:
         apart = self.layout.group is not None or any(x is not args[i] for x, i in zip(owners, self.owners, strict=True))
         if any(isinstance(x, FakeTensor) for x in owners) or (apart and not page.unset):
             return
-        seen, steps = _state(owners, by_contents=not apart), [*map(optimizer_steps().of, owners)]
+        seen = signature(owners, storages=False, contents=not apart)
+        steps = [*map(optimizer_steps().of, owners)]
         before, self.row.seen = self.row.seen, (seen, steps)
         written = before is not None and before[0] != seen and before[1] == steps and not apart
         if written or (page.unset and before != self.row.seen):
@@ -175,12 +175,6 @@ def _amax_of_all(parameter: Tensor) -> Tensor:
     """[] FP32: of all shards of a parameter."""
     amax, mesh = local(parameter).abs().amax().float(), mesh_of(parameter)
     return amax if mesh is None else largest_over(amax, mesh)
-
-
-def _state(owners: Sequence[Tensor], *, by_contents: bool) -> Any:
-    """A key that changes with each write; without a version or an address only where the numbers can be read."""
-    signals = [(version(x), x.data_ptr()) for x in owners]
-    return signals, contents_of(owners) if by_contents and all(x.is_cpu for x in owners) else None
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ from fp8graph.passes.gather_weights.gathered_copies import (
     scales_are_given,
 )
 from fp8graph.recipes import LAYOUTS
-from fp8graph.runtime.staleness import storage_of, version
+from fp8graph.runtime.staleness import signature
 from fp8graph.runtime.stores import ArrivesOtherwise, Caller, KeptScales, Run, Services, Slot, Store
 
 
@@ -383,11 +383,9 @@ class SentWeight:
 
     def _state(self) -> tuple[Any, ...]:
         """A key that changes with the parameters."""
-        found: list[Any] = [self._steps.refreshes, all_sent.forwards if (all_sent := self._all()) is not None else 0]
-        for sharded in self.sharded:
-            whole, rows = sharded.sharded_param, fsdp.shard_of(sharded)
-            found += [version(whole), storage_of(rows), rows.data_ptr(), self._steps.of(whole)]
-        return tuple(found)
+        forwards = all_sent.forwards if (all_sent := self._all()) is not None else 0
+        shards = [sharded.sharded_param for sharded in self.sharded]
+        return self._steps.refreshes, forwards, signature(shards, steps=self._steps.all)
 
     def _around(self, part: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The functions that FSDP2 calls before and after it gathers ``part``, with these names of arguments."""

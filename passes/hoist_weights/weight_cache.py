@@ -47,7 +47,7 @@ from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import KeptWeight
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
 from fp8graph.runtime.parameters import ParameterTable
-from fp8graph.runtime.staleness import Unchanged, picker, storage_of, version
+from fp8graph.runtime.staleness import Unchanged, picker, signature, storage_of
 from fp8graph.runtime.stores import Caller, Services, Slot, Store
 
 _log = logging.getLogger("fp8graph")
@@ -146,13 +146,13 @@ class WeightCache(Store):
             args: its other inputs, the parameters among them.
         """
         _, pages = self._graphs.setdefault(id(weights), (weights, [each for one in weights for each in one.asked]))
-        counters = self._counters()[: 1 if self._trains else None]
+        steps, counters = self.steps.all if self._trains else None, self._counters()[: 1 if self._trains else None]
         tensors: list[Tensor] = []
         stale: list[tuple[KeptWeight, _Weight, _Copy]] = []
         for request in weights:
             parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
             copy = self._copy(weight, request, id(weights), parameters[0].device)
-            seen = counters, *map(self._state_of, parameters)
+            seen = counters, signature(parameters, steps=steps)
             if weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters):
                 weight.renew(seen)
             if not copy.made or (request.records and not weight.recorded):
@@ -228,12 +228,6 @@ class WeightCache(Store):
         if autograd.in_backward() or any(isinstance(x, FakeTensor) or not x.is_cpu for x in tensors):
             return False
         return contents_of(tensors) != weight.contents
-
-    def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
-        tensor, steps = local(parameter), self.steps.of(parameter) if self._trains else 0
-        if isinstance(tensor, FakeTensor):
-            return version(parameter), steps
-        return version(parameter), storage_of(tensor), tensor.data_ptr(), steps
 
     def _copies(self) -> list[_Copy]:
         return [copy for weight in self._weights.values() for copy in weight.copies]

@@ -46,7 +46,7 @@ def test_a_step_counts_for_what_its_optimizer_holds() -> None:
     step([b])
     step([a])
     assert steps.count == 3
-    assert (steps.of(a), steps.of(b)) == (steps.of(b) + 1, steps.of(a) - 1)
+    assert (steps.all.of(a), steps.all.of(b)) == (steps.all.of(b) + 1, steps.all.of(a) - 1)
     assert (steps.taken([a]), steps.taken([b]), WeightUpdates().taken([a])) == (2, 1, 0)
     assert (steps.count, WeightUpdates().count) == (3, 0)
 
@@ -55,9 +55,9 @@ def test_a_step_counts_for_what_no_optimizer_was_seen_to_hold() -> None:
     """An optimizer may hold slices of a parameter; none changes a parameter that does not train."""
     steps, (a, b) = WeightUpdates(), parameters()
     b.requires_grad_(False)
-    before = steps.of(a)
+    before = steps.all.of(a)
     step(parameters(1))
-    assert (steps.of(a) - before, steps.of(b)) == (1, 0)
+    assert (steps.all.of(a) - before, steps.all.of(b)) == (1, 0)
 
 
 def replace_memory(p: nn.Parameter) -> None:
@@ -141,4 +141,4 @@ def test_steps_of_a_parameter_that_torch_swaps_are_counted_on() -> None:
         optimizer.step()
         model.to("cpu")
     assert updates.taken([life(parameter) for parameter in model.parameters()]) == 3
-    assert [updates.of(parameter) for parameter in model.parameters()] == [updates.all.count] * 2
+    assert [updates.all.of(parameter) for parameter in model.parameters()] == [updates.all.count] * 2
