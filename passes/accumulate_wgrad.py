@@ -102,7 +102,7 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
     primals = [(node, index) for node, index in graph_inputs(graph) if not str(node.target).startswith("tangents")]
     first = len(results) - len(primals)  # the gradients come last, one for each input
-    found: dict[fx.Node, tuple[int, Gradient]] = {}
+    gradients: dict[fx.Node, tuple[int, Gradient]] = {}
     moved: dict[tuple[str, int, str], str] = {}  # by site and GEMM: what adding to the gradient moves
     for wgrad in nodes(graph, (ops.scaled_mm, *_OTHERS)):
         if wgrad.meta.get(GEMM_KEY, (0, ""))[1] != "wgrad":
@@ -116,15 +116,15 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
             if reason is None:
                 shape, device = tuple(value(parameter).shape), value(parameter).device
                 own = Gradient(parameter=cast(int, index), shape=shape, device=device, fqn=site.fqn, index=site.index)
-                found[wgrad] = place, own
+                gradients[wgrad] = place, own
                 moved[site.fqn, site.index, "wgrad"] = _moves(wgrad, parameter, compilation)
         if reason is not None:
             compilation.refuse("FP32 gradient", site, reason)
-    taken = compilation.take(graph, [gradient for _, gradient in found.values()])
-    if not found or taken is None:
+    taken = compilation.take(graph, [gradient for _, gradient in gradients.values()])
+    if not gradients or taken is None:
         return
     compilation.amend(moved, dtype="fp32")
-    for buffer, (wgrad, (place, _)) in zip(taken, found.items(), strict=True):
+    for buffer, (wgrad, (place, _)) in zip(taken, gradients.items(), strict=True):
         set_argument(wgrad, "out_dtype", torch.float32)
         set_argument(wgrad, "addend", buffer)
         update_value(wgrad)
@@ -269,7 +269,7 @@ class MainGrads(Store):
             tensors=[self.buffer(caller.args[i]).memory for i in positions],
             fresh=lambda args: all(self._is_known(args[i]) for i in positions),
             grads=self,
-            asked=asked,
+            requests=asked,
         )
 
     def _is_known(self, parameter: Tensor) -> bool:
@@ -302,26 +302,26 @@ class MainGrads(Store):
 class _Added(Slot):
     acts: ClassVar[bool] = True
     grads: MainGrads
-    asked: Sequence[Gradient]
+    requests: Sequence[Gradient]
 
     def before(self, run: Run) -> Sequence[Tensor]:
-        backward = _Backward(self.grads, self.asked, [run.args[gradient.parameter] for gradient in self.asked])
+        backward = _Backward(self.grads, self.requests, [run.args[each.parameter] for each in self.requests])
         run.notes[_STORE], inputs = backward, list(run.inputs)
         for place, alias in backward.aliases().items():
-            inputs[self.asked[place].parameter] = alias
+            inputs[self.requests[place].parameter] = alias
         run.inputs = inputs
         if autograd.saved_tensors_hooks():  # a copy that offloading makes would get the sum
             run.enter(autograd.saved_as_they_are(self.tensors))
         return self.tensors
 
     def after(self, run: Run, results: Any) -> None:
-        """Be asked when the backward of ``results`` begins."""
+        """Decide when the backward of ``results`` begins."""
         backward: _Backward = run.notes[_STORE]
         behind = backward.behind()
         functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
         for _ in range(_VIEWS):
-            if found := [f for f in functions if any(other is behind for other, _ in f.next_functions)]:
-                found[0].register_prehook(backward.begin)  # it may not hold the node: nobody would free the two
+            if leading := [f for f in functions if any(other is behind for other, _ in f.next_functions)]:
+                leading[0].register_prehook(backward.begin)  # it may not hold the node: nobody would free the two
                 return
             functions = {other for f in functions for other, _ in f.next_functions if other is not None}
 
@@ -329,8 +329,8 @@ class _Added(Slot):
 class _Backward:
     """One run's backward, which may run several times: its wgrads are added to gradients, or given to autograd."""
 
-    def __init__(self, grads: MainGrads, asked: Sequence[Gradient], parameters: Sequence[Tensor]) -> None:
-        self.grads, self.asked, self.parameters = grads, asked, parameters
+    def __init__(self, grads: MainGrads, requests: Sequence[Gradient], parameters: Sequence[Tensor]) -> None:
+        self.grads, self.requests, self.parameters = grads, requests, parameters
         self.buffers = [grads.buffer(parameter) for parameter in parameters]
         self.returned: dict[int, Tensor] = {}  # by place: the gradients that go through autograd
         self._through = [place for place, buffer in enumerate(self.buffers) if buffer.is_grad]  # they may
@@ -369,7 +369,7 @@ class _Backward:
             buffer.restore()  # the same
             reason = _why_left(parameter, buffer, of_all)
             if reason is not None:
-                self.grads.leave(self.asked[place], reason)
+                self.grads.leave(self.requests[place], reason)
                 buffer.set_aside(restored=node is None or not buffer.is_unused())
                 self._left.append(place)
             elif buffer.is_grad and parameter.grad is not buffer.tensor:

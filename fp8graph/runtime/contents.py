@@ -51,8 +51,8 @@ def fingerprint(tensor: Tensor) -> int:
     rows = words.numel() // _COLUMNS
     matrix, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
     by_row = _keys(1 << rows.bit_length())[:rows]  # few lengths, so that few are kept
-    found = torch.dot(torch.mv(matrix.t(), by_row), _keys(_COLUMNS)) if rows else torch.zeros((), dtype=torch.int64)
-    return int(found + torch.dot(rest, _keys(2 * _COLUMNS)[_COLUMNS : _COLUMNS + rest.numel()]))
+    sums = torch.dot(torch.mv(matrix.t(), by_row), _keys(_COLUMNS)) if rows else torch.zeros((), dtype=torch.int64)
+    return int(sums + torch.dot(rest, _keys(2 * _COLUMNS)[_COLUMNS : _COLUMNS + rest.numel()]))
 
 
 def contents_of(tensors: Sequence[Tensor]) -> list[Any]:
@@ -67,18 +67,16 @@ def contents_of(tensors: Sequence[Tensor]) -> list[Any]:
         return [None] * len(tensors) if table is None else [*table().unbind()]
 
 
-class Look:
-    """Whether tensors on a CPU hold the numbers that they held ``before``. It keeps no tensor alive.
+def same_contents(
+    pick: Callable[[Sequence[Any]], Sequence[Tensor]], before: Sequence[Any]
+) -> Callable[[Sequence[Any]], bool]:
+    """A check whether tensors on a CPU hold the numbers that they held ``before``. It keeps no tensor alive.
 
     Args:
         pick: takes the tensors, or DTensors of them, out of the arguments of a call.
     """
-
-    def __init__(self, pick: Callable[[Sequence[Any]], Sequence[Tensor]], before: Sequence[Any]) -> None:
-        self._pick, self._before = pick, [*before]
-
-    def __call__(self, args: Sequence[Any]) -> bool:
-        return contents_of([*map(local, self._pick(args))]) == self._before
+    expected = [*before]
+    return lambda args: contents_of([*map(local, pick(args))]) == expected
 
 
 class Watch:
@@ -140,11 +138,11 @@ class Watch:
 
 def sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
     """A copy of a tensor in the host's memory, and the event after which it is there."""
-    found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    found.copy_(tensor, non_blocking=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
     arrived = torch.Event(tensor.device)
     arrived.record()
-    return arrived, found
+    return arrived, copy
 
 
 def _table(tensors: Sequence[Tensor]) -> Any:

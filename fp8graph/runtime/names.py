@@ -118,13 +118,13 @@ class Names:
 
     def modules(self) -> set[str]:
         """The names of all modules of the bound models, and of the matrices in them that are no module's ``weight``."""
-        found: set[str] = set()
+        modules: set[str] = set()
         for model, name in list(self._models.items()):
             for prefix, module in model.named_modules(prefix=name):
                 own = module.named_parameters(prefix=prefix, recurse=False)
                 names = [fqn for fqn, x in own if x.ndim > 1 and fqn.rpartition(".")[2] != "weight"]
-                found.update(wrappers.name_in_original(f"{fqn}.")[:-1] for fqn in (prefix, *names))
-        return found
+                modules.update(wrappers.name_in_original(f"{fqn}.")[:-1] for fqn in (prefix, *names))
+        return modules
 
 
 def _matrices(model: torch.nn.Module, name: str) -> Iterator[str]:

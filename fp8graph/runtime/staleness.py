@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import Life
+from fp8graph.compat.lives import Life, life
 from fp8graph.runtime.contents import contents_of
 from fp8graph.runtime.parameters import ParameterTable
 
@@ -86,8 +86,8 @@ class OptimizerSteps:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.count += 1
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                held = self.held.of(parameter) or self.held.set(parameter, [0, 0])
+            for parameter in map(life, group["params"]):
+                held = self.held.get(id(parameter)) or self.held.set(parameter, [0, 0])
                 held[:] = self.count, held[1] + 1
         for waits in [*self._waiting]:
             if waits(optimizer):
@@ -239,7 +239,7 @@ class WeightUpdates:
 
         Of all, if none does.
         """
-        held = [*filter(None, map(self.all.held.of, parameters))] or self.all.held.values()
+        held = [*filter(None, map(self.all.held.get, map(id, parameters)))] or self.all.held.values()
         return max(map(self._since, held), default=0)
 
     def restart(self) -> None:
@@ -292,17 +292,18 @@ def signature(
         contents: read the numbers, too, where that is quick: on a CPU.
     """
     shards, taken = [*map(local, parameters)], [*map(steps.of, parameters)] if steps is not None else []
-    if any(isinstance(x, FakeTensor) for x in shards):
-        return [*map(version, parameters)], taken
+    versions = [*map(version, parameters)]
+    if FakeTensor in map(type, shards):
+        return versions, taken
     memory = [*map(storage_of, shards)] if storages else []
     read = contents and all(x.is_cpu for x in shards)
-    return *_reader(parameters)(parameters), memory, taken, contents_of(shards) if read else []
+    return versions, [*map(Tensor.data_ptr, shards)], memory, taken, contents_of(shards) if read else []
 
 
-def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[list[Any], list[int]]]:
-    """A function that reads versions and addresses of tensors such as these, in as few calls as they allow."""
+def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[Any, ...]]:
+    """A function that reads the signature of tensors such as these, without storages, in as few calls as they allow."""
     if any(local(x) is not x for x in parameters):
-        return lambda tensors: ([*map(version, tensors)], [*map(Tensor.data_ptr, map(local, tensors))])
+        return functools.partial(signature, storages=False)
     tracked = [i for i, x in enumerate(parameters) if not x.is_inference()]  # the others have no version
     if len(tracked) == len(parameters):
         return lambda tensors: ([*map(autograd.version, tensors)], [*map(Tensor.data_ptr, tensors)])

@@ -90,7 +90,7 @@ class Reduction:
     _meeting: Meeting | None = None  # where the ranks meet: from the first commit on
     _parent: Any = None  # the process group whose ranks meet there
     _lane: int = 0  # of this in the meeting
-    _found: tuple[Any, Tensor, Tensor] | None = None  # the last result of ``_places``, and its arguments
+    _last_places: tuple[Any, Tensor, Tensor] | None = None  # the last result of ``_places``, and its arguments
 
     def __post_init__(self) -> None:
         self.ranks = len(collectives.ranks_of(self.group))
@@ -149,7 +149,7 @@ class Reduction:
 
     def forget(self) -> None:
         """Forget tensors of other ranks and agree on all names again, after another state was loaded on all ranks."""
-        self.order, self.absent, self.commits, self._head, self._found = {}, {}, 0, None, None
+        self.order, self.absent, self.commits, self._head, self._last_places = {}, {}, 0, None, None
 
     def record(self) -> CollectiveRecord:
         """The collective of a commit, for the report."""
@@ -196,10 +196,10 @@ class Reduction:
         names = [name for page in pages for row in page.names for name in row]
         device = self.device
         packed = torch.zeros(meeting.size, device=device)
-        known = [name for name in names if name in self.order]
-        for place, number in enumerate([len(known) < len(names), *(n for mark in marks for n in (mark, -mark))]):
+        ordered = [name for name in names if name in self.order]
+        for place, number in enumerate([len(ordered) < len(names), *(n for mark in marks for n in (mark, -mark))]):
             packed[place] = number  # no copy from the host: it would wait for the device
-        if known:
+        if ordered:
             staged = history.without_nan(torch.cat([page.tensor[:, history.HEADER].to(device) for page in pages]))
             rows, places = self._places(pages, device)
             packed.index_copy_(0, places, staged[rows])
@@ -237,10 +237,10 @@ class Reduction:
         return StagedPage(tensor=page, layout=layout, names=[(name,)])
 
     def _places(self, pages: Sequence[StagedPage], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two [known names] tensors: the row among those of all pages, and the place in the packed tensor."""
+        """Two [names in the order] tensors: the row among those of all pages, and the place in the packed tensor."""
         key = len(self.order), device, *(page.names for page in pages)  # not by id: ids of freed objects are used again
-        if self._found is not None and self._found[0] == key:  # fast where they are the same objects
-            return self._found[1:]
+        if self._last_places is not None and self._last_places[0] == key:  # fast where they are the same objects
+            return self._last_places[1:]
         rows: list[int] = []
         places: list[int] = []
         for row, names in enumerate(names for page in pages for names in page.names):
@@ -248,21 +248,21 @@ class Reduction:
                 if name in self.order:
                     rows.append(row)
                     places.append(HEAD + self.order[name])
-        self._found = key, torch.tensor(rows, device=device), torch.tensor(places, device=device)
-        return self._found[1:]
+        self._last_places = key, torch.tensor(rows, device=device), torch.tensor(places, device=device)
+        return self._last_places[1:]
 
     def _agree(self, pages: Sequence[StagedPage], meeting: Meeting) -> list[StagedPage]:
         """Put the names of all ranks into one order. Returns ``pages`` and the absent ones. This is a collective."""
         layouts = {name: page.layout for page in pages for row in page.names for name in row}
         # a function may have no name by which another process finds it
         own = {name: None if has_code(x.recipe) else (x.recipe, x.fp8_max) for name, x in layouts.items()}
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, own, group=meeting.group)
-        known: dict[str, Any] = {name: kind for names in found for name, kind in names.items()}
-        for name in sorted(known.keys() - self.order.keys()):
+        of_ranks: list[Any] = [None] * self.ranks
+        dist.all_gather_object(of_ranks, own, group=meeting.group)
+        kinds: dict[str, Any] = {name: kind for names in of_ranks for name, kind in names.items()}
+        for name in sorted(kinds.keys() - self.order.keys()):
             self.order[name] = len(self.order)
-            if name not in own and known[name] is not None:
-                recipe, fp8_max = known[name]
+            if name not in own and kinds[name] is not None:
+                recipe, fp8_max = kinds[name]
                 self.absent[name] = self._absent_page(name, recipe, fp8_max)
         meeting.size = max(meeting.size, HEAD + len(self.order))
         return [*pages, *self.absent.values()]

@@ -1,7 +1,7 @@
 """Pages of scaling state and their rows: those that a graph takes, or that follow a write.
 
 A weight that has no scale yet, or that something other than an optimizer has written, gets the scale of its own amax
-(:class:`WeightRow`). An optimizer moves a weight a little, and the scale of the steps before fits. ``load_state_dict``,
+(:meth:`Row.follow`). An optimizer moves a weight a little, and the scale of the steps before fits. ``load_state_dict``,
 swapped averages or a merge replace it: with the old scale its copy would be clipped, in evaluation until the next step
 of training, and in training once. Its history stays, which the next step updates as always. Where ranks reduce their
 amaxes a scale that is there is not changed: all of them read one.
@@ -98,7 +98,7 @@ class Row:
     page: Page
     index: int
     name: str  # in a state dict
-    seen: Any = None  # the weight that it is of, when it was last looked at: see WeightRow
+    seen: Any = None  # the weight that it is of, when it was last looked at: see follow()
 
     def write(self, scale: Tensor, amaxes: Tensor) -> None:
         """Give it another state: a scale [1] and an amax history."""
@@ -118,57 +118,39 @@ class Row:
             saved.amax_history[0] = 0.0
         return saved
 
-
-@dataclass(frozen=True)
-class WeightRow:
-    """A row of a page that is the state of parameters themselves.
-
-    ``owners``: the positions of the parameters among a graph's inputs.
-    """
-
-    row: Row
-    layout: PageLayout
-    owners: tuple[int, ...]
-
-    @staticmethod
-    def among(layout: PageLayout, rows: Sequence[Row]) -> list[WeightRow]:
-        """Those of one page, whose ``rows`` are in order."""
-        weights: list[WeightRow] = []
-        for row, uses in zip(rows, layout.rows, strict=True):
-            if is_parameter(uses) and (layout.group is None or layout.recipe.starts_from_own_amax):
-                owners = {use.parameter: None for use in uses if use.parameter is not None}
-                weights.append(WeightRow(row, layout, tuple(owners)))
-        return weights
-
-    def follow(self, args: Sequence[Any]) -> None:
-        """Take the scale of the weight's amax, if the row has none, or if other than an optimizer wrote the weight."""
-        owners, page = [local(args[index]) for index in self.owners], self.row.page
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """Take the scale of the amax of ``parameters``, if it has none, or if other than an optimizer wrote them."""
+        owners, page = [*map(local, parameters)], self.page
         # ranks agree on the scale of a step; and the amax of a shard is not that of the weight
-        apart = self.layout.group is not None or any(x is not args[i] for x, i in zip(owners, self.owners, strict=True))
+        apart = page.layout.group is not None or any(x is not y for x, y in zip(owners, parameters, strict=True))
         if any(isinstance(x, FakeTensor) for x in owners) or (apart and not page.unset):
             return
-        seen = signature(owners, storages=False, contents=not apart)
-        steps = [*map(optimizer_steps().of, owners)]
-        before, self.row.seen = self.row.seen, (seen, steps)
-        written = before is not None and before[0] != seen and before[1] == steps and not apart
-        if written or (page.unset and before != self.row.seen):
-            self._take(owners, again=written)
+        seen = signature(owners, storages=False, contents=not apart), [*map(optimizer_steps().of, owners)]
+        before, self.seen = self.seen, seen
+        written = before is not None and before[0] != seen[0] and before[1] == seen[1] and not apart
+        if written or (page.unset and before != seen):
+            self.begin(owners, again=written)
 
-    def begin(self, owners: Sequence[Tensor]) -> None:
-        """Take the scale of the amax of ``owners`` if the row has none. A collective, if they are shards."""
-        self._take(owners, again=False)
-
-    def _take(self, owners: Sequence[Tensor], *, again: bool) -> None:
-        page = self.row.page.tensor
+    def begin(self, parameters: Sequence[Tensor], *, again: bool = False) -> None:
+        """Take the scale of their amax, if it has none or ``again``. A collective, if they are shards."""
+        page, layout = self.page.tensor, self.page.layout
         with (
             torch.inference_mode(False), torch.no_grad(),
             checkpointing.without_modes(), autograd.unnoticed_writes(page),
         ):  # fmt: skip
-            amax = torch.stack([_amax_of_all(x.detach()) for x in owners]).amax().to(page.device)
-            row = page[self.row.index]
-            scale = history.delayed_scale(amax, row[SCALE], self.layout.fp8_max, self.layout.recipe.margin)
+            amax = torch.stack([_amax_of_all(x.detach()) for x in parameters]).amax().to(page.device)
+            row = page[self.index]
+            scale = history.delayed_scale(amax, row[SCALE], layout.fp8_max, layout.recipe.margin)
             history.write_scale(row, scale if again else torch.where(row[history.UNSET] > 0.0, scale, row[SCALE]))
             row[history.UNSET] *= ~((amax > 0.0) & (amax <= FLT_MAX))  # as long as it is 0, the row has none
+
+
+def rows_of_weights(layout: PageLayout, rows: Sequence[Row]) -> list[tuple[Row, tuple[int, ...]]]:
+    """Those ``rows`` of a page that are the state of parameters themselves, with these as positions of graph inputs."""
+    if layout.group is not None and not layout.recipe.starts_from_own_amax:
+        return []
+    weights = [(row, uses) for row, uses in zip(rows, layout.rows, strict=True) if is_parameter(uses)]
+    return [(row, tuple({use.parameter: 0 for use in uses if use.parameter is not None})) for row, uses in weights]
 
 
 def _amax_of_all(parameter: Tensor) -> Tensor:
@@ -184,7 +166,7 @@ class GraphPages:
     requests: Sequence[Any]  # kept alive, so that its id is not used again
     pages: list[Page]
     names: Sequence[Sequence[Sequence[RowKey]]]  # of the rows of each page: all names of each
-    weights: Sequence[WeightRow]  # the rows that are the state of parameters themselves
+    weights: Sequence[tuple[Row, Sequence[int]]]  # see rows_of_weights()
     phase: int  # of the policy: see Phases
     turn: int = 0  # grows with each look-up of the backend
     records: bool = False  # a call that records has asked for them

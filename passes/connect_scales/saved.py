@@ -212,12 +212,12 @@ class LoadedRows:
 
         Of several it is one with histories of ``length``, else the last: states used to have rows of earlier recipes.
         """
-        found, chosen = None, ""
+        kept, chosen = None, ""
         for other in self._of_place.get(name.partition("|")[0], ()):
             if (row := self._rows.get(other) or self._passed_on.get(other)) is not None:
-                if found is None or row.amax_history.numel() == length or found.amax_history.numel() != length:
-                    found, chosen = row, other
-        if found is not None:
-            self._passed_on[chosen] = found
+                if kept is None or row.amax_history.numel() == length or kept.amax_history.numel() != length:
+                    kept, chosen = row, other
+        if kept is not None:
+            self._passed_on[chosen] = kept
             self._rows.pop(chosen, None)
-        return found
+        return kept

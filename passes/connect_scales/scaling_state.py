@@ -34,10 +34,10 @@ from fp8graph.passes.connect_scales.pages import (
     Page,
     Row,
     RowKey,
-    WeightRow,
     as_first,
     keep_scales,
     row_name,
+    rows_of_weights,
 )  # fmt: skip
 from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, not_shared, recognizes
 from fp8graph.passes.connect_scales.successors import Phases, Successors
@@ -93,11 +93,11 @@ class ScalingState(KeptScales):
         """The pages of a graph, and its part in the reductions of a step."""
         layouts = _layouts_of(asked)
         group = str(caller.group) if len(layouts) < len(asked) else None
-        slot = _Read(tensors=(), state=self, asked=asked, layouts=layouts, group=group, records=caller.gradients)
+        slot = _Read(tensors=(), state=self, requests=asked, layouts=layouts, group=group, records=caller.gradients)
         slot.take_part(caller.args)
         records = caller.gradients or caller.records
         if layouts:
-            pages = self._pages(asked, caller.args, records=records)
+            pages = self.pages(asked, caller.args, records=records)
             slot.tensors = [page.tensor for page in pages]
             # a call on fake tensors only looks at the model
             if caller.conditions is not None and not any(isinstance(x, FakeTensor) for x in caller.args):
@@ -155,13 +155,9 @@ class ScalingState(KeptScales):
             shown(_place(names[0])),
         )
 
-    def tensors(
+    def pages(
         self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool = False
-    ) -> list[Tensor]:
-        """The tensors of the pages for one call of a graph: see :meth:`_pages`."""
-        return [page.tensor for page in self._pages(asked, args, records=records)]
-
-    def _pages(self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool) -> Sequence[Page]:
+    ) -> Sequence[Page]:
         """The pages for one call of a graph.
 
         Args:
@@ -169,13 +165,13 @@ class ScalingState(KeptScales):
             args: its inputs, the parameters among them.
             records: amaxes are recorded in them.
         """
-        owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
-        key = id(asked), identities(tuple(owners))
+        parameters: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
+        key = id(asked), identities(tuple(parameters))
         graph, phase, in_backward = self._graphs.get(key), self._phases.now(), autograd.in_backward()
         moved = graph is None or any(page.moved for page in graph.pages)
         if graph is None or moved or (graph.phase != phase and not in_backward):
             self._forget_dead_layers()
-            graph = self._graphs.keep(key, self._look_up(asked, args, owners[0] if owners else None), owners)
+            graph = self._graphs.keep(key, self._look_up(asked, args, next(iter(parameters), None)), parameters)
         graph.turn = self._turn = self._turn + 1
         if not in_backward:  # a repeated forward belongs to the phase of the first
             if graph.follows:
@@ -185,8 +181,8 @@ class ScalingState(KeptScales):
                 for own in (own for rows in graph.names for several in rows for own in several):
                     self._successors.used(own, phase)
         if graph.weights and not in_backward and not self.ranks.rehearses():
-            for weight in graph.weights:
-                weight.follow(args)
+            for row, owners in graph.weights:
+                row.follow([args[index] for index in owners])
         return graph.pages
 
     def _look_up(
@@ -196,7 +192,7 @@ class ScalingState(KeptScales):
         pages = [self._page(layout, args, anchor) for layout in layouts]
         names = [[[self._key(row, args, anchor) for row in rows] for rows in layout.rows] for layout in layouts]
         rows = [[self._rows[several[0]] for several in each] for each in names]
-        weights = [w for layout, each in zip(layouts, rows, strict=True) for w in WeightRow.among(layout, each)]
+        weights = [weight for pair in zip(layouts, rows, strict=True) for weight in rows_of_weights(*pair)]
         return GraphPages(requests=asked, pages=pages, names=names, weights=weights, phase=self._phases.now())
 
     def _follow(self, layouts: Sequence[PageLayout], graph: GraphPages, phase: int) -> bool:
@@ -214,7 +210,7 @@ class ScalingState(KeptScales):
         return again
 
     def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
-        """Drop the pages found for a graph that is gone. The scales stay, for other graphs of its layers."""
+        """Drop the look-ups of a graph that is gone. The scales stay, for other graphs of its layers."""
         for key, _ in self._graphs.items():
             if key[0] == id(asked):
                 self._graphs.drop(key)
@@ -299,16 +295,16 @@ class ScalingState(KeptScales):
 
     def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None) -> Page:
         entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
-        known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
-        first = known[0]
+        rows = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
+        first = rows[0]
         if first is not None and first.page.fits(layout):
-            if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(known)):
+            if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(rows)):
                 self._name(layout, entries, first.page, args)
                 return first.page
         self._epoch.advance()
         page = Page.new(layout)
         sources: dict[Page, tuple[list[int], list[int]]] = {}
-        for index, row in enumerate(known):
+        for index, row in enumerate(rows):
             if row is not None:
                 to, taken = sources.setdefault(row.page, ([], []))
                 to.append(index)
@@ -328,15 +324,15 @@ class ScalingState(KeptScales):
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
             fresh = not any(key in self._rows for key in keys)
             for key, row in zip(keys, rows, strict=True):
-                known = self._rows.get(key)
+                earlier = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
                 # a bound weight's own name; else the module's name and the index of the matmul in it
                 name = row_name(bound.removesuffix(".weight"), key) if bound else row_name(row.fqn, key, row.index)
-                if known is not None and not bound:
-                    name = known.name  # it may have been bound to other names
-                self._rows[key] = Row(page, index, name, known and known.seen)
+                if earlier is not None and not bound:
+                    name = earlier.name  # it may have been bound to other names
+                self._rows[key] = Row(page, index, name, earlier and earlier.seen)
                 self._staged = None
-                if known is not None:
+                if earlier is not None:
                     continue
                 key.owner.keys.append(key)
                 of_others = any(name in reduction.absent for reduction in self._reductions.values())
@@ -426,8 +422,8 @@ class ScalingState(KeptScales):
         weight = Row(page, 0, "")
         if (row := next(filter(None, rows), None)) is not None:
             weight.write(*row.under(asked.fp8_max, asked.recipe.amax_history_len))
-        for own in WeightRow.among(page.layout, [weight]) if page.look() else ():
-            own.begin(parameters)
+        for row, _ in rows_of_weights(page.layout, [weight]) if page.look() else ():
+            row.begin(parameters)
         return page.tensor
 
     def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:
@@ -560,7 +556,7 @@ class _Read(Slot):
 
     acts: ClassVar[bool] = True
     state: ScalingState
-    asked: Sequence[PageLayout | TakesPart]
+    requests: Sequence[PageLayout | TakesPart]
     layouts: Sequence[PageLayout]
     group: str | None  # of the ranks that reduce amaxes after each step; None: the graph takes no part
     records: bool
@@ -578,10 +574,8 @@ class _Read(Slot):
         self.take_part(run.args)
         self.state.recordings += self.records
         pages = self.tensors
-        if self.layouts:
-            self.state.tensors(
-                self.asked, run.args, records=self.records
-            )  # a weight that was written takes its own scale
+        if self.layouts:  # a weight that was written takes its own scale
+            self.state.pages(self.requests, run.args, records=self.records)
         if run.checkpointed is not None:
             keep_scales(run.checkpointed, self.layouts, pages)
         if self.state.ranks.rehearses():

@@ -31,6 +31,7 @@ before, also those that another graph wants later in the same step.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, cast
@@ -45,7 +46,7 @@ from fp8graph.compat.lives import life
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import KeptWeight
-from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
+from fp8graph.runtime.contents import EVERY, Watch, contents_of, same_contents
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Unchanged, picker, signature, storage_of
 from fp8graph.runtime.stores import Caller, Services, Slot, Store
@@ -53,6 +54,7 @@ from fp8graph.runtime.stores import Caller, Services, Slot, Store
 _log = logging.getLogger("fp8graph")
 
 BATCH: Final = 8
+_kind: Final = operator.methodcaller("kind")
 
 
 @dataclass(eq=False)
@@ -61,7 +63,6 @@ class _Copy:
 
     request: KeptWeight
     tensors: dict[str, Tensor]  # by output name
-    graphs: set[int]  # that take it: the ids of their requests
     made: bool = False  # of the weight's present numbers
 
 
@@ -70,7 +71,7 @@ class _Weight:
     """A weight that is computed from its owners in one way. All copies are made of the same numbers, with one scale."""
 
     way: tuple[Any, ...]  # in which it is quantized: its signature, and the recipes of its rows
-    copies: list[_Copy] = field(default_factory=list[_Copy])
+    copies: dict[int, _Copy] = field(default_factory=dict[int, _Copy])  # by the id of the request that takes it
     made_of: Any = None  # the state of the owners when they were made
     contents: Sequence[Any] = ()  # the fingerprints of the owners when they were made
     recorded: bool = False  # its amax is recorded in the scaling state
@@ -79,7 +80,7 @@ class _Weight:
     def renew(self, made_of: Any) -> None:
         """Take all copies for stale."""
         self.made_of, self.recorded = made_of, False
-        for copy in self.copies:
+        for copy in self.copies.values():
             copy.made = False
 
 
@@ -94,7 +95,7 @@ class WeightCache(Store):
         self._trains, self._strict = settings.keeps_weights(training=True), settings.strict
         self.steps: Final = services.steps  # of optimizers, and other signals of an update
         self._weights: Final = ParameterTable[_Weight](self._free_functions)
-        # by the id of a graph's request, which is kept alive: the tensors of another store that quantizing takes
+        # by the id of a graph's requests, which are kept alive: the tensors of another store that quantizing takes
         self._graphs: dict[int, tuple[Sequence[KeptWeight], list[ExtraInput]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
@@ -103,19 +104,14 @@ class WeightCache(Store):
     def of(cls, services: Services) -> WeightCache:
         return cls(services)
 
-    def refresh(self) -> None:
-        """Mark every copy as stale."""
-        self.steps.refresh()
-
     def forget(self, asked: Sequence[KeptWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph takes them. Made again, they are the same."""
         _, pages = self._graphs.pop(id(asked), (asked, []))
         if (store := self._services.kept_scales(pages)) is not None:
             store.forget(pages)
+        requests = {*map(id, asked)}
         for key, weight in self._weights.items():
-            for copy in weight.copies:
-                copy.graphs.discard(id(asked))
-            weight.copies = [copy for copy in weight.copies if copy.graphs]
+            weight.copies = {each: copy for each, copy in weight.copies.items() if each not in requests}
             if not weight.copies and not weight.recorded:
                 self._weights.drop(key)
         self._free_functions()
@@ -148,21 +144,21 @@ class WeightCache(Store):
         _, pages = self._graphs.setdefault(id(weights), (weights, [each for one in weights for each in one.asked]))
         steps, counters = self.steps.all if self._trains else None, self._counters()[: 1 if self._trains else None]
         tensors: list[Tensor] = []
-        stale: list[tuple[KeptWeight, _Weight, _Copy]] = []
+        stale: dict[_Copy, tuple[KeptWeight, _Weight]] = {}
         for request in weights:
             parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
-            copy = self._copy(weight, request, id(weights), parameters[0].device)
+            copy = self._copy(weight, request, parameters[0].device)
             seen = counters, signature(parameters, steps=steps)
             if weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters):
                 weight.renew(seen)
-            if not copy.made or (request.records and not weight.recorded):
-                stale.append((request, weight, copy))
+            if (copy not in stale and not copy.made) or (request.records and not weight.recorded):
+                stale[copy] = request, weight
             tensors += [copy.tensors[name] for name in request.outputs]
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
-                records = any(request.records for request, *_ in stale)
+                records = any(request.records for request, _ in stale.values())
                 given = self._services.tensors(pages, args, records=records)
-                self._quantize(stale, args, dict(zip(pages, given, strict=True)))
+                self._quantize([(*stale[copy], copy) for copy in stale], args, dict(zip(pages, given, strict=True)))
         return tensors
 
     def _counters(self) -> tuple[int, int, int]:
@@ -185,7 +181,7 @@ class WeightCache(Store):
         }
         layers = {index: request for request in weights for index in request.parameters}
         on_cpu = [index for index in positions if local(args[index]).is_cpu]
-        looks = [Look(picker(on_cpu), [made[index] for index in on_cpu])] if on_cpu else []
+        looks = [same_contents(picker(on_cpu), [made[index] for index in on_cpu])] if on_cpu else []
         looks += [self._watch(own, made, layers, args) for own in _by_device(set(positions) - {*on_cpu}, args)]
 
         def unchanged(args: Sequence[Any]) -> bool:
@@ -230,26 +226,26 @@ class WeightCache(Store):
         return contents_of(tensors) != weight.contents
 
     def _copies(self) -> list[_Copy]:
-        return [copy for weight in self._weights.values() for copy in weight.copies]
+        return [copy for weight in self._weights.values() for copy in {*weight.copies.values()}]
 
     def _weight(self, request: KeptWeight, args: Sequence[Any]) -> _Weight:
         """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
-        owners = [args[index] for index in request.parameters]
-        way = request.signature, *(each.kind() for each in request.asked)
-        key = way, *(id(life(owner)) for owner in owners)
+        owners, way = [args[index] for index in request.parameters], (request.signature, *map(_kind, request.asked))
+        key = way, *map(id, map(life, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
-    def _copy(self, weight: _Weight, request: KeptWeight, graph: int, device: torch.device) -> _Copy:
-        """The copy of ``weight`` for a graph. One that has more layouts than others takes their place."""
-        copy = next((copy for copy in weight.copies if covers(copy.request, request)), None)
+    def _copy(self, weight: _Weight, request: KeptWeight, device: torch.device) -> _Copy:
+        """The copy of ``weight`` for a request. One that has more layouts than others takes their place."""
+        copy = weight.copies.get(id(request))
         if copy is None:
-            copy = _Copy(request, _buffers(request.made_outputs(), device), set())
-            for other in [other for other in weight.copies if covers(request, other.request)]:
-                weight.copies.remove(other)
-                copy.graphs |= other.graphs
-                self._epoch.advance()  # for calls that are prepared with it: they find this one
-            weight.copies.append(copy)
-        copy.graphs.add(graph)
+            copy = next((copy for copy in weight.copies.values() if covers(copy.request, request)), None)
+            if copy is None:
+                copy = _Copy(request, _buffers(request.made_outputs(), device))
+                for key, other in weight.copies.items():
+                    if covers(request, other.request):
+                        weight.copies[key] = copy
+                        self._epoch.advance()  # for calls that are prepared with the other one
+            weight.copies[id(request)] = copy
         return copy
 
     def _quantize(
@@ -264,12 +260,15 @@ class WeightCache(Store):
         """
         self._note_contents(stale, args)
         last: dict[Any, _Copy] = {}
+        saved: list[tuple[Tensor, Tensor]] = []
         for request, weight, copy in stale:
             if request.records and not weight.recorded:
                 pages = [given[each] for each in request.asked]
                 last[*map(storage_of, pages), *(id(args[index]) for index in request.parameters)] = copy
                 weight.before = weight.before or [torch.empty_like(page) for page in pages]
-                ops.copy_each(weight.before, pages)
+                saved += zip(weight.before, pages, strict=True)
+        if saved:
+            ops.copy_each(*zip(*saved, strict=True))
         recorders = set(last.values())
         alike: dict[Any, list[tuple[KeptWeight, _Weight, _Copy]]] = {}
         for request, weight, copy in stale:
@@ -320,10 +319,10 @@ class WeightCache(Store):
 
 def _by_device(positions: Iterable[int], args: Sequence[Any]) -> list[list[int]]:
     """The positions of parameters, those of one device together."""
-    found: dict[torch.device, list[int]] = {}
+    of_device: dict[torch.device, list[int]] = {}
     for index in sorted(positions):
-        found.setdefault(local(args[index]).device, []).append(index)
-    return [*found.values()]
+        of_device.setdefault(local(args[index]).device, []).append(index)
+    return [*of_device.values()]
 
 
 def _unseen(parameters: Sequence[Tensor]) -> bool:

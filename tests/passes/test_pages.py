@@ -34,7 +34,7 @@ def test_which_graph_a_page_fits() -> None:
 def test_an_amax_that_was_staged_for_ranks_that_are_gone_is_dropped() -> None:
     """The group is gone, and the rows move to a page of this rank alone. What was recorded stays."""
     state, owner = Backend().store(ScalingState), nn.Parameter(torch.zeros(1))
-    (page,) = state.tensors([layout(rows=1, group="data parallel")], [owner])
+    page = state.pages([layout(rows=1, group="data parallel")], [owner])[0].tensor
     page[0, HEADER:] = torch.tensor([8.0, 1.0, 2.0, 4.0])  # the first slot is that of the step that has begun
-    (moved,) = state.tensors([layout(rows=1)], [owner])
+    moved = state.pages([layout(rows=1)], [owner])[0].tensor
     assert moved[0, HEADER:].tolist() == [0.0, 1.0, 2.0, 4.0]

@@ -500,7 +500,7 @@ def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
         (PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),)),)
         for device in ("cpu", "meta")
     ]
-    pages = [state.tensors(layout, [weight])[0] for layout in layouts]
+    pages = [state.pages(layout, [weight])[0].tensor for layout in layouts]
     assert [page.device.type for page in pages] == ["cpu", "meta"]
 
 
@@ -511,9 +511,9 @@ def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> No
     settings: Any = {"recipe": RECIPE, "backward": False, "device": torch.device("cpu"), "rows": ((row,),)}
     ((ocp,), (fnuz,)) = layouts = [(PageLayout(fp8_max=maximum, **settings),) for maximum in (448.0, 240.0)]
     assert ocp.rows == fnuz.rows
-    (page,) = state.tensors(layouts[0], [weight])
+    page = state.pages(layouts[0], [weight])[0].tensor
     write_row(page, 0, torch.tensor([112.0]), torch.tensor([0.0, 1.0, 2.0, 4.0][: RECIPE.amax_history_len]))
-    (moved,) = state.tensors(layouts[1], [weight])
+    moved = state.pages(layouts[1], [weight])[0].tensor
     assert moved is not page
     assert moved[0, [SCALE, SCALE_INV]].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
     assert torch.equal(moved[0, HEADER:], page[0, HEADER:])

@@ -326,7 +326,7 @@ def test_scales_of_one_rank_do_not_become_those_of_all(
 def test_a_row_that_other_ranks_have_copied_is_copied_here() -> None:
     """This rank has not run the layer under the new recipe, and all ranks have to have one scale."""
     state, weight = Backend().store(ScalingState), nn.Parameter(torch.ones(2, 2))
-    (page,) = state.tensors((layout_of(RECIPE),), [weight])
+    page = state.pages((layout_of(RECIPE),), [weight])[0].tensor
     page[0, 1] = 16.0
     copied = state._of_other_ranks("a.input|delayed(margin=1,amax_history_len=8)", layout_of(changed("margin")))
     assert copied is not None

@@ -410,11 +410,18 @@ def micro_batches(between: Callable[[Any, Any], Any] | None) -> list[Tensor]:
     return [out, *(state[name] for name in sorted(state) if name.startswith("trained.") and "weight|" in name)]
 
 
+def give_new_weight(_: Any, other: Any) -> None:
+    other._orig_mod.a.weight = nn.Parameter(torch.ones(32, 32))
+    other(torch.ones(16, 32)).sum().backward()
+
+
 BETWEEN: dict[str, Callable[[Any, Any], Any]] = {
     "another model wants more layouts": lambda _, other: other(torch.ones(16, 32)).sum().backward(),
     "evaluation": lambda run, _: torch.no_grad()(run)(torch.ones(16, 64)),
     "another padding": lambda run, _: run(torch.ones(64, 16).t()).sum().backward(),
     "dynamo is reset": lambda *_: torch._dynamo.reset(),
+    "a parameter of another model is freed": give_new_weight,
+    "another backend": lambda run, _: compiled(run._orig_mod, Policy(default="delayed"))[0](torch.ones(16, 64)),
 }
 
 

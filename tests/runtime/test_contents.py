@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies
 from torch import Tensor
 
 from fp8graph.runtime import contents
-from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of, fingerprint
+from fp8graph.runtime.contents import EVERY, Watch, contents_of, fingerprint, same_contents
 
 
 @settings(deadline=None, max_examples=60)
@@ -50,12 +50,12 @@ def test_tensors_on_a_cpu_are_compared_at_each_call() -> None:
     def pick(args: Sequence[Any]) -> tuple[Any, Any]:
         return args[0], args[2]
 
-    look = Look(pick, contents_of(pick(args)))
-    assert look(args)
+    same = same_contents(pick, contents_of(pick(args)))
+    assert same(args)
     args[1].add_(1)  # not among them
-    assert look(args)
+    assert same(args)
     args[2].data.mul_(2)
-    assert not look(args)
+    assert not same(args)
 
 
 class Arrival:

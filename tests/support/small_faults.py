@@ -658,9 +658,16 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "nobody looks at the numbers",
         f"{_RUNTIME}/contents.py",
-        "return contents_of([*map(local, self._pick(args))]) == self._before",
-        "return True",
+        "contents_of([*map(local, pick(args))]) == expected",
+        "True",
         ("tests/runtime/test_contents.py",),
+    ),
+    Fault(
+        "values of a freed parameter are those of the next with its id",
+        f"{_RUNTIME}/parameters.py",
+        "[weakref.ref(life(parameter), freed) for",
+        "[weakref.ref(life(parameter)) for",
+        ("tests/runtime/test_parameters.py",),
     ),
     Fault(
         "memory that was freed and used again is not noticed",
@@ -714,8 +721,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a weight is recorded by the function of another recipe",
         "passes/hoist_weights/weight_cache.py",
-        "way = request.signature, *(each.kind() for each in request.asked)",
-        "way = (request.signature,)",
+        "(request.signature, *map(_kind, request.asked))",
+        "(request.signature,)",
         ("tests/passes/test_weight_cache.py",),
     ),
     Fault(
@@ -728,8 +735,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "an optimizer's step replaces the delayed scale",
         "passes/connect_scales/pages.py",
-        "before[0] != seen and before[1] == steps and not apart",
-        "before[0] != seen and not apart",
+        "before[0] != seen[0] and before[1] == seen[1] and not apart",
+        "before[0] != seen[0] and not apart",
         ("tests/passes/test_written.py",),
     ),
     Fault(
@@ -742,7 +749,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a weight has the scale 1 until its first amax is recorded",
         "passes/connect_scales/pages.py",
-        "if written or (page.unset and before != self.row.seen):",
+        "if written or (page.unset and before != seen):",
         "if written:",
         ("tests/passes/test_initial_scales.py",),
     ),
