@@ -91,7 +91,7 @@ class Glance(Watch):
 
 def as_on_a_gpu() -> contextlib.AbstractContextManager[Any]:
     """Inside a ``with``: calls are prepared as those of a model on a GPU."""
-    return mock.patch("fp8graph.passes.hoist_weights.weight_cache.Look", Glance)
+    return mock.patch("fp8graph.passes.hoist_weights.weight_cache.same_contents", Glance)
 
 
 class CallsOnly(fp8graph.Backend):

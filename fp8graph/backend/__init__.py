@@ -21,10 +21,11 @@ from fp8graph.backend.compiled_graph import CompiledGraph, Variants
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.compat import dynamo, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import life, remember_modules
+from fp8graph.compat.lives import remember_modules
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import arguments_of
 from fp8graph.recipes import RECIPE_NAMES
+from fp8graph.runtime.parameters import ParameterTable
 
 
 class NamedBackend:
@@ -169,9 +170,9 @@ class SharedGraph:
     def __init__(self, backends: ModelBackends, graph: DynamoGraph, example_inputs: Sequence[Any]) -> None:
         self._backends, self._graph = backends, graph
         self._first = graph.positions[0] if graph.positions else None
-        self._graphs: dict[int, tuple[Backend, CompiledGraph]] = {}  # by the id of the first parameter; 0: without any
+        # by the id of the first parameter, or 0
+        self._graphs = ParameterTable[tuple[Backend, CompiledGraph]]()
         self._variants: Variants = []
-        self._alive: dict[int, weakref.ref[Any]] = {}
         self._find(example_inputs, compiling=True)
 
     def __call__(self, *args: Any) -> Any:
@@ -186,16 +187,8 @@ class SharedGraph:
         compiled = next((each for other, each in self._graphs.values() if other is backend), None)
         if compiled is None:
             compiled = backend.compiled(self._graph, args if compiling else None, self._variants)
-        key, this = 0 if parameter is None else id(parameter), weakref.ref(self)
-
-        def forget(_: Any) -> None:
-            if (graph := this()) is not None:
-                graph._graphs.pop(key, None)
-                graph._alive.pop(key, None)
-
-        if parameter is not None:
-            self._alive[key] = weakref.ref(life(parameter), forget)
-        return self._graphs.setdefault(key, (backend, compiled))
+        key, parameters = (0, []) if parameter is None else (id(parameter), [parameter])
+        return self._graphs.keep(key, (backend, compiled), parameters)
 
 
 def _contains(model: nn.Module, parameter: Tensor) -> bool:

@@ -205,6 +205,23 @@ def test_layers_that_share_a_first_parameter_do_not_take_turns() -> None:
     assert len(before) == len(list(graph.calls())) == 2
 
 
+def test_calls_of_an_earlier_epoch_hold_nothing_and_are_still_listed() -> None:
+    """One layer is bound anew after a change of names; what the other took is freed, and its call is not forgotten."""
+    model, backend = nn.Sequential(MLP(), MLP()), eager_backend(ALL, cache_weights=True)
+    backend.bind(model)
+    x = torch.randn(16, 32)
+    for layer in model:
+        layer.compile(backend=backend)
+    with torch.no_grad():
+        model(x)
+        (graph,) = backend.programs
+        backend.bind(model)
+        model[0](x)
+    calls = [call for calls in graph._calls.values() for call in calls]
+    assert sorted((call.epoch == -1, len(call.more) > 0) for call in calls) == [(False, True), (True, False)]
+    assert len(list(graph.calls())) == 2
+
+
 def test_memory_that_comes_back_to_its_address_is_not_taken_for_the_old_one() -> None:
     model, x = MLP(), torch.randn(16, 32)
     backend = eager_backend(ALL, cache_weights=True)

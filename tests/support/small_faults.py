@@ -1112,7 +1112,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_BACKEND}/compiled_graph.py",
         "each if each.epoch == epoch else each.released() for each in calls",
         "each for each in calls",
-        ("tests/backend/test_lifetimes.py", "tests/runtime/test_call.py", "tests/passes/test_weight_cache.py"),
+        ("tests/runtime/test_call.py",),
     ),
     Fault(
         "a policy looks its names up again at each step of its schedule",
@@ -1138,8 +1138,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the blocks of all bound models are one stack",
         f"{_RUNTIME}/names.py",
-        "stacks = stacks_of(_matrices(model, name))",
-        "stacks = stacks_of(x for other, of in [*self._models.items()] for x in _matrices(other, of))",
+        "every = (self._stacks.of(each) or () for each in real if each is not None)",
+        "every = self._stacks.values()[-1:]",
         ("tests/backend/test_decisions.py",),
     ),
     Fault(
