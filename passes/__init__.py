@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.sites import Foreseen
 from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates, wanted_gradients
 from fp8graph.passes.assign import assign
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
 
     run: Callable[[fx.Graph, Compilation], None]
     needed: Callable[[fx.Graph, Compilation], bool] = lambda graph, compilation: True
-    wants: Callable[[Callable[[], Sequence[Foreseen]], Known], int] = lambda foreseen, known: 0  # inputs, see foresee
+    wants: Callable[[Callable[[], Sequence[Foreseen]], GraphFacts], int] = lambda foreseen, facts: 0  # see foresee
     again: str = ""  # the name of a second run
     reads: Callable[[], Any] = lambda: None  # the part of the process that decides, too: it is in the cache key
 

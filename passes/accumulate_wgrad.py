@@ -35,7 +35,7 @@ from fp8graph.compat.distributed import local, number_of_ranks
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.naming import graph_inputs
@@ -87,12 +87,12 @@ class Gradient(ExtraInput):
 
 def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether the settings ask for it; a body of a higher-order op has no parameters."""
-    return compilation.known.settings.accumulate_wgrad and not compilation.known.subgraph
+    return compilation.facts.settings.accumulate_wgrad and not compilation.facts.subgraph
 
 
-def wanted_gradients(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
+def wanted_gradients(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """One for each parameter whose wgrad is quantized."""
-    if not known.settings.accumulate_wgrad or not known.training:
+    if not facts.settings.accumulate_wgrad or not facts.training:
         return 0
     return len({each.site.parameter for each in foreseen() if each.used("wgrad")} - {None})
 
@@ -167,7 +167,7 @@ def _result_of(wgrad: fx.Node, output: fx.Node, results: Sequence[fx.Node | None
 
 
 def _why_not(wgrad: fx.Node, parameter: fx.Node, index: int | None, compilation: Compilation) -> str | None:
-    reasons = compilation.known.facts.get(_STORE, {})
+    reasons = compilation.facts.parameter_facts.get(_STORE, {})
     if index is None or index not in reasons:
         return "it is no parameter"
     if (reason := reasons[index]) is not None:

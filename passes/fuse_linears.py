@@ -28,7 +28,7 @@ from typing import Any, Final, cast
 
 from torch import fx
 
-from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group, take_out_of_sum
+from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, size_in_group, take_out_of_sum
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import erase_unused, stable_topological_sort
 from fp8graph.compat.ops import named_arguments
@@ -50,21 +50,21 @@ _GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether the settings ask for it."""
-    return compilation.known.settings.fuse_linears
+    return compilation.facts.settings.fuse_linears
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
     found: dict[Any, list[Linear]] = {}
     siblings: dict[Any, list[Linear]] = {}
     for linear in linears_of(graph, compilation):
-        siblings.setdefault((kin(linear.site)[0], linear.x), []).append(linear)
+        siblings.setdefault((sibling_key(linear.site)[0], linear.x), []).append(linear)
         if not linear.refusal:
-            found.setdefault(tuple(key_of(linear).values()), []).append(linear)
+            found.setdefault(tuple(fusion_key(linear).values()), []).append(linear)
     joined = [linears for linears in found.values() if len(linears) > 1 and are_summed(_dgrads(linears))]
     for linears in siblings.values():
         for linear in linears:
             if len(linears) > 1 and not any(linear in several for several in joined):
-                compilation.refuse("one GEMM", linear.site, linear.refusal or why_apart(linear, linears))
+                compilation.refuse("one GEMM", linear.site, linear.refusal or why_not_fused(linear, linears))
     for linears in joined:
         multiplied = list(_group(graph, linears, compilation))
         for linear in linears:
@@ -96,7 +96,7 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
         if gemm == "fprop" and not can_be_slices([first, *others]):
             _read_parts([first, *others], sizes, _operand("b"))
             continue
-        if gemm == "wgrad" and compilation.known.settings.accumulate_wgrad:  # each is added to a gradient of its own
+        if gemm == "wgrad" and compilation.facts.settings.accumulate_wgrad:  # each is added to a gradient of its own
             _read_parts([first, *others], sizes, _operand("a"))
             continue
         biases = [named_arguments(node)["bias"] for node in (first, *others)]
@@ -226,7 +226,7 @@ def _is_part_of_subclass(weight: fx.Node) -> bool:
     return aot.is_part_of_subclass(weight)
 
 
-def key_of(linear: Linear) -> dict[str, Any]:
+def fusion_key(linear: Linear) -> dict[str, Any]:
     """A key equal for linears that can be fused: module, input, and how each operand is quantized and multiplied."""
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
@@ -245,7 +245,7 @@ def key_of(linear: Linear) -> dict[str, Any]:
         str({name: x for name, x in arguments.items() if name != "bias" and not isinstance(x, fx.Node)})
         for arguments in given.values()
     ]
-    module, region, *when = kin(linear.site)
+    module, region, *when = sibling_key(linear.site)
     return {
         "its module": module,
         "autocast region": region,
@@ -261,12 +261,12 @@ def key_of(linear: Linear) -> dict[str, Any]:
     }
 
 
-def why_apart(linear: Linear, siblings: Sequence[Linear]) -> str:
+def why_not_fused(linear: Linear, siblings: Sequence[Linear]) -> str:
     """The reason why a linear is not fused with the others that read its input."""
-    own = key_of(linear)
+    own = fusion_key(linear)
     for other in siblings:
         if other is not linear and not other.refusal:
-            different = [what for what, values in key_of(other).items() if values != own[what]]
+            different = [what for what, values in fusion_key(other).items() if values != own[what]]
             name = other.site.fqn.rpartition(".")[2]
             if not different:
                 return f"backward does more with the gradients that it and {name} give their input than add them up"

@@ -74,7 +74,7 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
         if reason is None:
             reason = f"quantized before it is sent, {_bytes_of_gather(path.gathered)} bytes otherwise"
             tag = BACKWARD if path.gathered in in_backward else None
-            sent = _rewrite(graph, node, path, tag, as_bytes=not compilation.known.settings.pipelines_gathers)
+            sent = _rewrite(graph, node, path, tag, as_bytes=not compilation.facts.settings.pipelines_gathers)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
     erase_unused(graph)

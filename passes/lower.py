@@ -38,7 +38,7 @@ def lower(graph: fx.Graph) -> None:
 
 def lower_for_torch_alone(graph: fx.Graph) -> None:
     """:func:`lower`, for code that runs without fp8graph: products are torch's own."""
-    _replace(graph, ops.REFERENCE | {ops.scaled_mm: functools.partial(hardware.scaled_mm, own_ops=False)})
+    _replace(graph, ops.REFERENCE | {ops.scaled_mm: functools.partial(hardware.scaled_mm, custom_ops=False)})
 
 
 def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:

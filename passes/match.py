@@ -59,7 +59,7 @@ from fp8graph.recipes.autocast import REGION_KEY
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
-    parameters = parameters_of(graph, compilation.known.parameters)
+    parameters = parameters_of(graph, compilation.facts.parameters)
     from_parameter = _only_from_parameters(graph, set(parameters))
     backward = backward_nodes(graph)
     heads = Heads(graph, parameters, backward)
@@ -67,7 +67,7 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
     for node in nodes(graph, SITES):
         if node not in backward:
-            sites[node] = _forward_site(node, from_parameter, parameters, compilation.known.subgraph)
+            sites[node] = _forward_site(node, from_parameter, parameters, compilation.facts.subgraph)
             if sites[node].op == "linear":
                 sites[node].head = heads.why(node, _weight(sites[node]))
             by_seq_nr[node.meta.get("seq_nr")].append(sites[node])

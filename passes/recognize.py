@@ -90,7 +90,7 @@ def _report_others(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _refuse(compilation: Compilation, node: fx.Node, weight: fx.Node, reason: str) -> None:
     """Say by the name of its layer why ``weight``, which ``node`` reads, is not multiplied as it is stored."""
-    parameters = parameters_of(node.graph, compilation.known.parameters)
+    parameters = parameters_of(node.graph, compilation.facts.parameters)
     ((fqn, index),) = names_of([place_of(node, weight, parameters)], parameters.values())
     compilation.refuse_at("stored weight", fqn, index, reason)
 

@@ -82,14 +82,14 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             node = _run_again(graph, node)
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.asked.x in free
-            sharded = bool(compilation.known.gathered) and node.meta[OPERAND_KEY] == "weight"
-            if compilation.known.settings.save == "memory" or by_row or sharded:
+            sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
+            if compilation.facts.settings.save == "memory" or by_row or sharded:
                 refusal = _check(quantized, decoded_anew=sharded)
                 if refusal is None:
                     _quantize_again(graph, node, decoded_anew=sharded)
                 elif refusal and (site := compilation.site_of(node)) is not None:
                     compilation.refuse("quantized again", site, refusal)
-    if compilation.known.settings.save_activations_in_fp8:
+    if compilation.facts.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
         for function, refusal in found:
             for node in function if refusal else ():
@@ -201,7 +201,7 @@ def _keep_in_fp8(
         again: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             with graph.inserting_after(node):
-                dtype = compilation.hardware_of(node).own_type(torch.float8_e4m3fn)
+                dtype = compilation.hardware_of(node).device_dtype(torch.float8_e4m3fn)
                 args = node, dtype, False, 0.0, [1, 1], []
                 quantized = insert(graph, ops.quantize, args, like=node, name="kept")
             quantized.meta[OPERAND_KEY] = "kept"

@@ -167,8 +167,8 @@ def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:
 def scale_may_differ(node: fx.Node, group: Any, compilation: Compilation) -> bool:
     """Whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
     use: Use = node.meta[USES_KEY][0]
-    begins = use.recipe.starts_from_own_amax and compilation.known.decisions.condition(InitialScales) is not None
+    begins = use.recipe.starts_from_own_amax and compilation.facts.decisions.condition(InitialScales) is not None
     if begins and not use.is_weight:  # that is whole where its amax is taken, before the call
         return True
-    wanted, reduced = collectives.ranks_of(group), collectives.ranks_of(compilation.known.decisions.amax_group)
+    wanted, reduced = collectives.ranks_of(group), collectives.ranks_of(compilation.facts.decisions.amax_group)
     return not use.recipe.reduces_amax or not wanted or not wanted <= reduced

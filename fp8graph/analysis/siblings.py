@@ -28,7 +28,7 @@ from fp8graph.ir.sites import Site
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
-def kin(site: Site) -> tuple[Any, ...]:
+def sibling_key(site: Site) -> tuple[Any, ...]:
     """A key equal for linears that may be fused if they read one tensor: their module, region, and when they run."""
     node = site.gemms[0].node
     same_run = runs_without_gradients(node), str(node.meta.get("recompute")), node.meta.get("ac_graph_id")

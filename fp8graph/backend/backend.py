@@ -163,7 +163,7 @@ class Backend(BackendMethods):
     ) -> CompiledGraph:
         """See :class:`CompiledGraph`."""
         self._eager_frames.compiled(graph.frame)
-        self.services.groups.look()
+        self.services.groups.detect_stage()
         self._agree(graph)
         for model, is_compiled in dynamo.modules_of_frame():
             adopt_in_time(self, model)

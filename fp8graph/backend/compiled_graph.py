@@ -26,14 +26,14 @@ from fp8graph.compat import autograd, checkpointing, dynamo, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.compat.lives import has_no_module, life, remember_modules
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.decisions import Arrived, Condition, Decisions
+from fp8graph.ir.decisions import Condition, Decisions, GatheredInFP8
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import BoundCall, FirstCall
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import identities, picker
-from fp8graph.runtime.stores import ArrivesOtherwise, Caller, Otherwise, Services
+from fp8graph.runtime.stores import Caller, GatheredInHighPrecision, Otherwise, Services
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[CompiledGraph]] = weakref.WeakSet()
@@ -210,10 +210,10 @@ class CompiledGraph:
     def _bind(self, args: Sequence[Any], situation: Situation) -> BoundCall:
         """Bind a call to its variant and to the extra inputs of that, for later calls that need the same."""
         services, key = self._services, (0 if self._first is None else id(args[self._first]), situation)
-        if services.groups.look():
+        if services.groups.detect_stage():
             situation = situation._replace(amax_group=services.groups.now())
         parameters = self._pick(args)
-        services.schedule.meets(parameters)
+        services.schedule.track(parameters)
         arrived, bound = self._arrived(args), self._bound(args)
         conditions, changes = self._first_conditions(situation, args), 0
         while True:
@@ -234,7 +234,7 @@ class CompiledGraph:
                     if (asked := findings.by_store.get(name)) is not None
                 ]
                 break
-            except ArrivesOtherwise as error:
+            except GatheredInHighPrecision as error:
                 arrived = {index: owner for index, owner in arrived.items() if index not in error.positions}
             except Otherwise as error:
                 conditions = tuple(each for each in conditions if each != error.condition)
@@ -302,7 +302,7 @@ class CompiledGraph:
 
     def _whole(self, situation: Situation, conditions: Sequence[Condition], arrived: Mapping[int, Any]) -> Situation:
         """``situation`` with all that only a call's arguments show."""
-        return situation.under(*conditions, *([Arrived(frozenset(arrived))] if arrived else []))
+        return situation.under(*conditions, *([GatheredInFP8(frozenset(arrived))] if arrived else []))
 
     def _decisions(self, situation: Situation, bound: Bound) -> Decisions:
         return self._graph.decisions(situation, self._services.settings, *bound)

@@ -34,7 +34,7 @@ from fp8graph.backend.inductor_passes import (
 from fp8graph.compat import aot, inductor
 from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
-from fp8graph.ir.compilation import Findings, Known
+from fp8graph.ir.compilation import Findings, GraphFacts
 from fp8graph.ir.decisions import Decisions, Row, Stacks, explained
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter, names_of
@@ -117,16 +117,16 @@ def _called(sites: Sequence[Site], parameters: Mapping[int, Parameter]) -> tuple
     return tuple(dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True))
 
 
-def facts(graph: DynamoGraph, decisions: Decisions, names: Sequence[str], spares: int = 0) -> Known:
+def graph_facts(graph: DynamoGraph, decisions: Decisions, names: Sequence[str], spares: int = 0) -> GraphFacts:
     """The frozen input of the passes: ``graph`` with parameters called ``names``, and all that decides about it."""
     first = len(graph.sources)
-    return Known(
+    return GraphFacts(
         decisions=decisions,
         sources=graph.sources,
         records_amaxes=graph.gradients,
         spares=SpareInputs(indices=range(first, first + spares)),
         gathered=graph.gathered,
-        facts=graph.facts,
+        parameter_facts=graph.parameter_facts,
         parameters=graph.parameters(names),
     )
 
@@ -146,15 +146,15 @@ def compile_variant(
     """
     settings = decisions.settings
     options, first = _options(settings)
-    known = facts(graph, decisions, names)
-    spares = spare_inputs(graph.module, known, training=graph.gradients)
+    facts = graph_facts(graph, decisions, names)
+    spares = spare_inputs(graph.module, facts, training=graph.gradients)
     if decisions.may_rewrite:
         options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
     keeps = not any(has_code(recipe) for recipe in decisions.recipes) and not has_float_input(graph.module)
     identity = _identity(graph, decisions, names) if keeps else None
     while True:
         joint = JointPass(
-            facts(graph, decisions, names, spares),
+            graph_facts(graph, decisions, names, spares),
             identity,
             first=first,
             check=check_records if settings.strict else None,
@@ -243,8 +243,8 @@ def _trace(
     A module that is kept has inputs for all ``spares``: let there be as many as the graph takes.
     """
     _, first = _options(decisions.settings)
-    known = facts(graph, decisions, names, spares)
-    joint = JointPass(known, "", first=first, keep_module=keep_module, stopwatch=stopwatch)
+    facts = graph_facts(graph, decisions, names, spares)
+    joint = JointPass(facts, "", first=first, keep_module=keep_module, stopwatch=stopwatch)
     with torch.set_grad_enabled(graph.gradients), graph.tracing_anew():
         _run_compile_fx(graph, decisions.settings, joint, {}, graph.fake_inputs, spares, run_eagerly)
     return joint

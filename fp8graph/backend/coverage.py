@@ -71,7 +71,7 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     because += dynamo.switched_off(model) if model is not None else []
     who = "Compiled code" if model is None else type(model).__name__
     lines = [f"{who} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
-    say_once(backend, "\n  ".join(lines), key="compiled nothing")
+    warn_or_raise_once(backend, "\n  ".join(lines), key="compiled nothing")
 
 
 class AfterFirstCall:
@@ -100,7 +100,7 @@ def check_rules(backend: Reports) -> None:
     """After the first step: warn, once for each backend, of rules that matched nothing."""
     if lines := backend.report.unmatched():
         more = f"\n  and {len(lines) - 4} more" if lines[4:] else ""
-        say_once(
+        warn_or_raise_once(
             backend,
             "\n  ".join(["The first step is over.", *lines[:4]])
             + f"{more}\n  Layers that these rules are for run as the policy has it without them. A rule that may match "
@@ -120,7 +120,7 @@ def check_dequantized(backend: Reports) -> None:
     in_fp8 = dict.fromkeys(gemm.fqn for gemm in backend.report.gemms if gemm.recipe is not None) if known else ()
     if layers := [fqn for fqn in in_fp8 if fqn in known]:
         more = f", and so it is with {len(layers) - 1} more" if layers[1:] else ""
-        say_once(
+        warn_or_raise_once(
             backend,
             f"The weight of {layers[0] or 'the model'} arrives quantized ({known[layers[0]]}), in a form that fp8graph "
             "does not read: its forward dequantizes it, and the result is quantized a second time, to FP8"
@@ -139,7 +139,7 @@ def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) ->
         Fp8CoverageError: in strict mode.
     """
     if layer := converted_for_training(layers):
-        say_once(
+        warn_or_raise_once(
             backend,
             f"{layer} quantizes its operands itself, and so do layers like it: some of their GEMMs are then quantized "
             "twice, the others are not in the report. Compile the model without that conversion.",
@@ -157,7 +157,7 @@ def check_read(backend: Reports, model: nn.Module) -> None:
     if found := list(left_to_kernels(model)):
         name, kind, dtype = found[0]
         more = f", and so it is with {len(found) - 1} more" if found[1:] else ""
-        say_once(
+        warn_or_raise_once(
             backend,
             f"{name} ({kind}) has weights in {dtype} of a form that fp8graph does not read: they are left to the "
             f"kernels of transformers{more}. Load the model with dequantize=True of its quantization config, and they "
@@ -193,7 +193,7 @@ def adopt_in_time(backend: Reports, model: nn.Module) -> None:
     if not any(of_compressed_tensors(layer) for layer in layers):
         adopt(model)
         dynamo.trace_again(f"fp8graph adopts the FP8 layers of {type(model).__name__}")
-    say_once(
+    warn_or_raise_once(
         backend,
         f"compressed-tensors decompresses the layers of a model in this call ({type(layers[0]).__name__} and the "
         "like), so that they have lost their FP8 weights. Load the model anew, and call fp8graph.adopt(model) "
@@ -213,18 +213,18 @@ def check_records(records: Sequence[SiteRecord]) -> None:
         )
 
 
-def say(backend: Reports, text: str) -> None:
+def warn_or_raise(backend: Reports, text: str) -> None:
     """Log a warning, or in strict mode raise :class:`Fp8CoverageError`."""
     if backend.settings.strict:
         raise Fp8CoverageError(f"strict mode: {text}")
     _log.warning("%s", text)
 
 
-def say_once(backend: Reports, text: str, key: str | None = None) -> None:
-    """:func:`say`, with one warning for each ``key`` (None: for each text)."""
+def warn_or_raise_once(backend: Reports, text: str, key: str | None = None) -> None:
+    """:func:`warn_or_raise`, with one warning for each ``key`` (None: for each text)."""
     if backend.settings.strict or (key or text) not in backend.said:
         backend.said.add(key or text)
-        say(backend, text)
+        warn_or_raise(backend, text)
 
 
 class _Compiles(Protocol):

@@ -42,7 +42,7 @@ class DynamoGraph:
         whole, given = fsdp.gathered(), {index: example_inputs[index] for index in self._parameters}
         self.gathered = frozenset(index for index, x in given.items() if id(x) in whole)
         self._sharded = bool(self.gathered) or any(distributed.mesh_of(x) is not None for x in example_inputs)
-        self.facts = {
+        self.parameter_facts = {
             store.name: {index: store.fact(x, sharded=whole.get(id(x))) for index, x in given.items()}
             for store in STORES
         }
@@ -150,7 +150,7 @@ class DynamoGraph:
         """The properties that decide how this graph is rewritten, beside its code: modules, parameters."""
         digest = hashlib.sha256()
         digest.update(repr((self._parameters, sorted(self.gathered))).encode())
-        digest.update(repr(self.facts).encode())
+        digest.update(repr(self.parameter_facts).encode())
         for node in self.module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""

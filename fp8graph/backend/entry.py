@@ -283,7 +283,7 @@ def _check_within(backend: Backend, model: str) -> None:
     outer = dynamo.backend_of_frame()
     if wrappers.fp8graph_backends(outer) is None:
         name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", outer)
-        coverage.say(backend, _WITHIN % (model, name))
+        coverage.warn_or_raise(backend, _WITHIN % (model, name))
 
 
 def _marks(model: nn.Module) -> list[Compiled]:
@@ -322,7 +322,7 @@ class _NotCalled:
         if not any(id(life(parameter)) in own for parameter in _updated(optimizer)):
             return False
         if not graphs_of(model.parameters()):  # of a function, compiled with another backend
-            coverage.say_once(backend, _NOT_CALLED % (type(model).__name__, type(optimizer).__name__))
+            coverage.warn_or_raise_once(backend, _NOT_CALLED % (type(model).__name__, type(optimizer).__name__))
         return True
 
 
@@ -359,7 +359,7 @@ class Compiled:
                 coverage.AfterFirstCall(backend, module, part=not named),
                 lambda by: _log.warning(_EXPORTED, name, by),
                 lambda: _check_within(backend, name),
-                lambda: coverage.say_once(backend, _TRANSFORMED % name),
+                lambda: coverage.warn_or_raise_once(backend, _TRANSFORMED % name),
                 backend=backend,
                 **arguments,
             )

@@ -16,7 +16,7 @@ from torch import fx
 
 from fp8graph import hardware
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.compilation import Known
+from fp8graph.ir.compilation import GraphFacts
 from fp8graph.ir.naming import Parameter, names_of, place_of
 from fp8graph.ir.sites import Foreseen, Site
 from fp8graph.passes import JOINT_PIPELINE
@@ -31,20 +31,20 @@ _MATMULS: Final[Mapping[str, Op]] = {
 }
 
 
-def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int:
+def spare_inputs(module: fx.GraphModule, facts: GraphFacts, *, training: bool) -> int:
     """The number of tensors beside Dynamo's own that ``module`` may take, as each pass estimates for its own."""
-    if known.subgraph:
+    if facts.subgraph:
         return 0
-    known, count = dataclasses.replace(known, training=training), 0
-    foreseen = functools.cache(lambda: _foresee(module, known))  # most graphs take none, and no pass looks
+    facts, count = dataclasses.replace(facts, training=training), 0
+    foreseen = functools.cache(lambda: _foresee(module, facts))  # most graphs take none, and no pass looks
     for entry in JOINT_PIPELINE:
         with contextlib.suppress(Fp8GraphError):  # of a recipe's quantizer: the pass asks it again, if it needs it
-            count += entry.wants(foreseen, known)
+            count += entry.wants(foreseen, facts)
     return count
 
 
-def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
-    parameters = _parameters(module, known)
+def _foresee(module: fx.GraphModule, facts: GraphFacts) -> list[Foreseen]:
+    parameters = _parameters(module, facts)
     found: list[tuple[fx.Node, fx.Node, Site]] = []
     for node, weight, op in _matmuls(module.graph, parameters):
         custom = cast("dict[str, Any] | None", node.meta.get("custom")) or {}
@@ -54,20 +54,22 @@ def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
     foreseen: list[Foreseen] = []
     for (node, weight, site), (site.fqn, site.index) in zip(found, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
-            resolution = known.decisions.of(site)
+            resolution = facts.decisions.of(site)
             recipes: dict[GemmName, Recipe | None] = {
                 gemm: recipe if recipe is not None and recipe.covers(gemm) else None
                 for gemm, recipe in resolution.recipes.items()
             }
-            kin = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
-            device = known.settings.hardware or hardware.of_device(_device(weight))
-            foreseen.append(Foreseen(site=site, recipes=recipes, hardware=device, kin=kin, rows=_rows(weight)))
+            siblings = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
+            device = facts.settings.hardware or hardware.of_device(_device(weight))
+            foreseen.append(
+                Foreseen(site=site, recipes=recipes, hardware=device, sibling_key=siblings, rows=_rows(weight))
+            )
     return foreseen
 
 
-def _parameters(module: fx.GraphModule, known: Known) -> dict[fx.Node, Parameter]:
+def _parameters(module: fx.GraphModule, facts: GraphFacts) -> dict[fx.Node, Parameter]:
     placeholders = module.graph.find_nodes(op="placeholder")
-    return {placeholders[index]: parameter for index, parameter in known.parameters.items()}
+    return {placeholders[index]: parameter for index, parameter in facts.parameters.items()}
 
 
 def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterator[tuple[fx.Node, fx.Node, Op]]:

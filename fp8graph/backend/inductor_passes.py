@@ -25,7 +25,7 @@ from fp8graph.compat.fakes import TracingContext, assert_sizes, detect_fake_mode
 from fp8graph.compat.inductor import CustomGraphPass, compile_fx
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import ops, verify
-from fp8graph.ir.compilation import Compilation, Findings, Known
+from fp8graph.ir.compilation import Compilation, Findings, GraphFacts
 from fp8graph.ir.edit import insert, sign
 from fp8graph.ir.naming import graph_inputs, named_placeholders
 from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY, aten, nodes
@@ -133,7 +133,7 @@ class JointPass(_Pass):
 
     def __init__(
         self,
-        known: Known,
+        facts: GraphFacts,
         identity: str | None,
         first: GraphPass | Sequence[GraphPass] | None = None,
         check: Callable[[Sequence[SiteRecord]], None] | None = None,
@@ -141,7 +141,7 @@ class JointPass(_Pass):
         stopwatch: Stopwatch | None = None,
     ) -> None:
         super().__init__(identity, first, stopwatch)
-        self._known = known
+        self._facts = facts
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
         self.inputs: tuple[str, ...] = ()
@@ -173,8 +173,8 @@ class JointPass(_Pass):
         add_origins(self.origins, graph)
         inputs = list(graph_inputs(graph))
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
-        training = self._known.training or any(str(node.target).startswith("tangents") for node, _ in inputs)
-        compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph, training=training))
+        training = self._facts.training or any(str(node.target).startswith("tangents") for node, _ in inputs)
+        compilation = Compilation(facts=dataclasses.replace(self._facts, subgraph=subgraph, training=training))
         self.training |= training
         for each in JOINT_PIPELINE:
             if not each.needed(graph, compilation):
@@ -192,12 +192,12 @@ class JointPass(_Pass):
         self.refusals = (*self.refusals, *compilation.refusals)
         self.findings = self.findings.and_those_of(compilation)
         if not subgraph:
-            names = dict(enumerate((*self._known.sources, *self.findings.titles(self._known.sources))))
+            names = dict(enumerate((*self._facts.sources, *self.findings.titles(self._facts.sources))))
             texts = {node: node.name if index is None else names.get(index) for node, index in inputs}
             self.inputs = tuple(text for text in texts.values() if text is not None)  # nobody took the other spares
             self.origins |= input_origins(texts)
-        if self._known.spares.wanted > len(self._known.spares.indices):
-            raise TooFewInputs(self._known.spares.wanted)
+        if self._facts.spares.wanted > len(self._facts.spares.indices):
+            raise TooFewInputs(self._facts.spares.wanted)
         verify.check_connected(graph)
         if self._keep_module:
             copy = fx.Graph()

@@ -171,7 +171,7 @@ def running_stage() -> Any:
     return next((frame.f_locals["self"] for frame in _frames_of_stages()), None)
 
 
-def rehearses() -> bool:
+def is_dry_run() -> bool:
     """Whether a stage runs its module, forward and backward, on uninitialized memory.
 
     Before the first step stages do so to learn the shapes of what they will send to each other.

@@ -84,7 +84,7 @@ class AMD(Hardware):
     def runs(cls, device: torch.device) -> bool:
         return device.type in ("cuda", "meta") and torch.version.hip is not None
 
-    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+    def device_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _FNUZ.get(dtype, dtype) if self.name == "gfx942" else dtype
 
     @property
@@ -95,7 +95,7 @@ class AMD(Hardware):
         if out_dtype != torch.bfloat16:
             result = str(out_dtype).removeprefix("torch.")
             return f"GEMMs with one scale per row only produce bfloat16 results on AMD's GPUs, not {result}"
-        if b.dtype != self.own_type(torch.float8_e4m3fn):
+        if b.dtype != self.device_dtype(torch.float8_e4m3fn):
             return "GEMMs with one scale per row only take E4M3 as the second operand on AMD's GPUs"
         return None
 

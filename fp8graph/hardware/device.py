@@ -68,7 +68,7 @@ class Hardware:
         """Whether it has a GEMM for operands of a kind of scaling, of some types and sizes."""
         return SCALINGS[scaling].gemm in self.scalings
 
-    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+    def device_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type that the device uses in place of one that recipes name."""
         return dtype
 
@@ -79,7 +79,7 @@ class Hardware:
         decoded before the GEMM, and gets the recipe's type.
         """
         quantizer = recipe.quantizer(operand)
-        own = self.own_type(quantizer.dtype)
+        own = self.device_dtype(quantizer.dtype)
         changes = own != quantizer.dtype and self.multiplies(quantizer.scaling)
         return replace(quantizer, dtype=own) if changes else quantizer
 
@@ -103,7 +103,7 @@ class Hardware:
         """Further conditions of torch's kernels on operands and result, by GEMM, beside the kind of scaling."""
         return {}
 
-    def checked_by(self, gemm: str) -> str:
+    def evidence_without_device(self, gemm: str) -> str:
         """The evidence for a grouped kernel of the device, where no such device has run it; "": one has."""
         return ""
 
@@ -124,7 +124,7 @@ class Hardware:
         return False
 
     @classmethod
-    def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
+    def custom_gemm(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
         """An op of fp8graph's own that multiplies such operands fastest: of a, b, both scales and the bias."""
         return None
 
@@ -162,7 +162,7 @@ class Hardware:
         addend: Tensor | None = None,
         order_a: str = "",
         order_b: str = "",
-        own_ops: bool = True,
+        custom_ops: bool = True,
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
@@ -177,11 +177,11 @@ class Hardware:
             global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars, or one per row, [m, 1] and [n, 1].
             addend: FP32 [m, n], added to an FP32 result; there is no bias then.
             order_a, order_b: of the scales, see ``QuantizeArguments``; a kernel's must be that of ``scale_order``.
-            own_ops: whether fp8graph's own ops may multiply; False: torch's alone, for code that runs without fp8graph.
+            custom_ops: whether fp8graph's ops may multiply; False: torch's alone, for code that runs without fp8graph.
         """
         kind = SCALINGS[scaling]
         gemm = kind.gemm
-        if own_ops and addend is None and (product := cls.own_product(gemm, out_dtype)) is not None:
+        if custom_ops and addend is None and (product := cls.custom_gemm(gemm, out_dtype)) is not None:
             return product(a, b, scale_inv_a, scale_inv_b, bias)
         if gemm not in cls.alignments:  # no device of the vendor has a kernel
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
@@ -323,6 +323,6 @@ class CPU(Hardware):
         return torch.float32
 
     @classmethod
-    def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
+    def custom_gemm(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
         exact = gemm in _GEMMS_OF_CPUS and out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
         return matmul.bf16_product if exact else None

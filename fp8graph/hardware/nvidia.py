@@ -170,7 +170,7 @@ class NVIDIA(Hardware):
     def grouped_rules(self) -> Mapping[str, Rule]:
         return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mslk_groups, "nvfp4": self._fp4_groups}
 
-    def checked_by(self, gemm: str) -> str:
+    def evidence_without_device(self, gemm: str) -> str:
         # torch checks the shapes of FP4 on a GPU alone
         checks = {
             "mxfp8": "the sources of torch and MSLK, torch's checks of shapes",

@@ -21,11 +21,11 @@ from fp8graph.ir.sites import Decision, Site
 from fp8graph.records import GemmRecord, OtherRecord, RefusalRecord, SiteRecord
 
 Kind = TypeVar("Kind", bound=ExtraInput)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class GraphFacts:
     """The facts about a graph that are known before the passes run. No pass changes them."""
 
     decisions: Decisions  # everything outside the graph that decides about its sites
@@ -33,7 +33,7 @@ class Known:
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     gathered: frozenset[int] = frozenset()  # those that are whole only while the graph runs
     # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
-    facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
+    parameter_facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
     subgraph: bool = False  # the body of a higher-order op
     training: bool = False  # the graph has a backward
     reduces_in_graph: bool = False  # amaxes, by collectives of the graph; else after the step
@@ -53,9 +53,9 @@ class Known:
 
 @dataclass(kw_only=True)
 class Compilation:
-    """The findings of the passes in one graph, beside the known facts. Each field is written by one pass."""
+    """The findings of the passes in one graph, beside the facts about it. Each field is written by one pass."""
 
-    known: Known
+    facts: GraphFacts
     sites: list[Site] = field(default_factory=list[Site])  # match
     decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])  # assign
     others: dict[type[OtherRecord], list[Site]] = field(  # sites that are no matmuls, by the class of their rows
@@ -67,17 +67,17 @@ class Compilation:
     extra_inputs: list[ExtraInput] = field(default_factory=list[ExtraInput])  # any, see take()
     rows: list[SiteRecord] = field(default_factory=list[SiteRecord])  # any
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
-    _found: dict[type[Any], list[Any]] = field(default_factory=dict[type[Any], "list[Any]"])  # see found()
+    _results: dict[type[Any], list[Any]] = field(default_factory=dict[type[Any], "list[Any]"])  # see results()
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """The hardware that ``node`` is decided for: the target, or the device of its result."""
-        return self.known.settings.hardware or of_device(value(node).device)
+        return self.facts.settings.hardware or of_device(value(node).device)
 
     def explain(self, row: Row) -> Row:
         """Return a row of a report with the rule, region or default that decided in its reason."""
         sites = self.others[type(row)] if isinstance(row, OtherRecord) else self.sites
         site = next(site for site in sites if (site.fqn, site.index) == (row.fqn, row.index))
-        return explained(row, site, self.known.decisions.of(site))
+        return explained(row, site, self.facts.decisions.of(site))
 
     def site_of(self, quantized: fx.Node) -> Site | None:
         """The site whose GEMM, or what decodes for it if that is emulated, reads a quantize node; None if none does."""
@@ -85,9 +85,9 @@ class Compilation:
         position, _ = next(found, (None, ""))
         return None if position is None else self.sites[position]
 
-    def found(self, kind: type[Found]) -> list[Found]:
-        """The findings of one class, a list that one pass fills for those behind it."""
-        return self._found.setdefault(kind, [])
+    def results(self, kind: type[Result]) -> list[Result]:
+        """Results of one class that an earlier pass left for later ones."""
+        return self._results.setdefault(kind, [])
 
     def take(self, graph: fx.Graph, asked: Sequence[ExtraInput]) -> list[fx.Node] | None:
         """Take what is ``asked`` for as inputs, behind those that passes took before. Each pass calls it once.
@@ -100,7 +100,7 @@ class Compilation:
             return []
         with fake_mode_of(next(node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))):
             fakes = [fake for each in asked for fake in each.stand_ins()]
-        return self.known.spares.take(graph, fakes)
+        return self.facts.spares.take(graph, fakes)
 
     def amend(self, more: Mapping[tuple[str, int, str], str], dtype: str | None = None) -> None:
         """Add to the reasons in rows of the report, by (fqn, index, gemm). ``dtype``: of their results from now on."""
@@ -171,5 +171,5 @@ class Findings:
             others={**self.others, **others},
             extra_inputs=(*self.extra_inputs, *compilation.extra_inputs),
             has_subgraphs=self.has_subgraphs
-            or (compilation.known.subgraph and bool(compilation.sites or any(compilation.others.values()))),
+            or (compilation.facts.subgraph and bool(compilation.sites or any(compilation.others.values()))),
         )

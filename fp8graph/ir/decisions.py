@@ -58,7 +58,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Arrived(Condition):
+class GatheredInFP8(Condition):
     """The parameters, by graph input, that the call has as a copy alone."""
 
     parameters: frozenset[int]

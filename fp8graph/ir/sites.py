@@ -113,7 +113,7 @@ class Foreseen:
     site: Site  # without its GEMMs
     recipes: Mapping[GemmName, Recipe | None]
     hardware: Hardware
-    kin: Any  # equal for linears of one module that read one tensor, and may be fused
+    sibling_key: Any  # equal for linears of one module that read one tensor, and may be fused
     rows: int  # N of the weight [N, K]; 0 if it is not known
 
     def used(self, *gemms: GemmName) -> set[Recipe]:

@@ -21,7 +21,7 @@ from torch import fx
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
 from fp8graph.ir.nodes import (
@@ -70,19 +70,19 @@ class WeightGraph(ExtraInput):
     def renamed(self, rename: Rename) -> Self:
         return dataclasses.replace(self, asked=tuple(each.renamed(rename) for each in self.asked))
 
-    def passed(self, run: Callable[[fx.Graph, Compilation], None], known: Known) -> Self:
+    def passed(self, run: Callable[[fx.Graph, Compilation], None], facts: GraphFacts) -> Self:
         """The same after a pass, if that takes inputs for it: whoever runs its graphs gives them, too."""
-        alone = Compilation(known=dataclasses.replace(known, spares=SpareInputs(), records_amaxes=False))
+        alone = Compilation(facts=dataclasses.replace(facts, spares=SpareInputs(), records_amaxes=False))
         run(self.quantizing, alone)  # it has no spare inputs, and is not changed
         if not (asked := alone.extra_inputs):
             return self
-        quantizing, recording = (self._passed(run, known, asked, records=records) for records in (False, True))
+        quantizing, recording = (self._passed(run, facts, asked, records=records) for records in (False, True))
         return dataclasses.replace(self, quantizing=quantizing, recording=recording, asked=(*self.asked, *asked))
 
     def _passed(
         self,
         run: Callable[[fx.Graph, Compilation], None],
-        known: Known,
+        facts: GraphFacts,
         asked: Sequence[ExtraInput],
         *,
         records: bool,
@@ -95,12 +95,12 @@ class WeightGraph(ExtraInput):
             for place, fake in enumerate(fakes, count):
                 _placeholder(graph, place, fake)
         spares = SpareInputs(indices=range(count, count + len(fakes)))
-        run(graph, Compilation(known=dataclasses.replace(known, spares=spares, records_amaxes=records)))
+        run(graph, Compilation(facts=dataclasses.replace(facts, spares=spares, records_amaxes=records)))
         return graph
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TakenWeight(WeightGraph):
+class WeightInput(WeightGraph):
     """A weight that a graph takes as inputs: data and scales, which a store makes by its graph."""
 
     def stand_ins(self) -> list[torch.Tensor]:
@@ -145,7 +145,7 @@ def weight_graph(
         parameters=tuple(parameters[source] for source in sources),
         quantizing=graph,
         recording=graph,
-        trains=compilation.known.records_amaxes and not runs_without_gradients(node),
+        trains=compilation.facts.records_amaxes and not runs_without_gradients(node),
         signature=_signature_of(graph),
         linears=linears,
         layouts=layouts,
@@ -161,13 +161,13 @@ def quantized_weights(graph: fx.Graph) -> list[fx.Node]:
 
 
 def hoist(
-    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[TakenWeight]
+    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[WeightInput]
 ) -> None:
     """Take the weights that are computed from ``parameters`` (inputs, with their positions) as inputs.
 
     With too few spare inputs the graph is not changed; it is traced again with enough of them.
     """
-    found: dict[fx.Node, TakenWeight] = {}
+    found: dict[fx.Node, WeightInput] = {}
     for node in quantized_weights(graph):
         if (weight := weight_graph(node, parameters, compilation, kind)) is not None:
             found[node] = weight

@@ -233,7 +233,7 @@ class Schedule:
         """Whether an optimizer has stepped since :meth:`advance`. Asked in every call."""
         return self._policies.has_schedule and self._seen != self._steps.count and not autograd.in_backward()
 
-    def meets(self, parameters: Iterable[torch.Tensor]) -> None:
+    def track(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn which parameters the models train."""
         if self.runs or self.counts:
             for parameter in parameters:

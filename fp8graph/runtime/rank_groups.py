@@ -70,9 +70,9 @@ class RankGroups:
             self._comparisons.append(comparison)
             self.now()
 
-    def rehearses(self) -> bool:
+    def is_dry_run(self) -> bool:
         """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
-        return self.in_stage is not None and distributed.rehearses()
+        return self.in_stage is not None and distributed.is_dry_run()
 
     def expect_equal_steps(self, group: str) -> None:
         """Refuse a forward under torch's ``Join`` of ranks that reduce amaxes together.
@@ -89,7 +89,7 @@ class RankGroups:
                 "equally many batches, or join(throw_on_early_termination=True)."
             )
 
-    def look(self) -> bool:
+    def detect_stage(self) -> bool:
         """Find a stage of a pipeline that is calling, the first time. Its other ranks do the same, at the same call."""
         if self.in_stage is None and (stage := distributed.running_stage()) is not None:
             self.in_stage = StageGroup(stage)
@@ -183,7 +183,7 @@ def _ranks_of(module: nn.Module) -> dist.ProcessGroup | None:
 
 
 @contextlib.contextmanager
-def together(mesh: Any) -> Generator[list[str]]:
+def fail_together(mesh: Any) -> Generator[list[str]]:
     """A block that raises on all ranks of ``mesh`` if it raises on one, or if the lines that it is given differ.
 
     Args:

@@ -119,7 +119,7 @@ class Store:
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> Any:
-        """The facts that its passes need of a parameter (``Known.facts``); a part of the cache key.
+        """The facts that its passes need of a parameter (``GraphFacts.parameter_facts``); a part of the cache key.
 
         Args:
             sharded: the object that gathers it for each call (``compat/fsdp.py``); None for one that stays whole.
@@ -187,7 +187,7 @@ class Store:
             asked: extra inputs of this store, the same sequence for each call of the graph.
 
         Raises:
-            ArrivesOtherwise: the graph does not fit what arrived.
+            GatheredInHighPrecision: the graph does not fit what arrived.
             Otherwise: the graph was compiled for another condition.
         """
         return Slot(tensors=[])
@@ -257,7 +257,7 @@ class KeptScales(Store):
         raise NotImplementedError
 
 
-class ArrivesOtherwise(Exception):
+class GatheredInHighPrecision(Exception):
     """From now on, the parameters at ``positions`` arrive in high precision: the call needs another variant."""
 
     def __init__(self, positions: frozenset[int]) -> None:

@@ -40,7 +40,7 @@ from fp8graph.recipes import Quantizer, Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
 from fp8graph.runtime.policies import PolicyLike
-from fp8graph.runtime.rank_groups import together
+from fp8graph.runtime.rank_groups import fail_together
 from fp8graph.runtime.staleness import adapted_modules
 from fp8graph.tools.forms import (
     AUTO,
@@ -110,7 +110,7 @@ def export(
     config = getattr(plan.model, "config", None)
     source = copy_from if copy_from is not None else _folder_of(config)
     layers, others = plan.layers(), plan.others()
-    with together(plan.mesh):
+    with fail_together(plan.mesh):
         try:
             if plan.mesh is None or int(plan.mesh.mesh.min()) == rank():
                 write_checkpoint(
@@ -193,7 +193,7 @@ class _Plan:
         meshes = [mesh for p in self.model.parameters() if (mesh := mesh_of(p)) is not None]
         self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
         self._amaxes: dict[str, Tensor] = {}  # by layer of the model
-        with together(self.mesh) as lines:  # no rank waits for another's tensors before all agree
+        with fail_together(self.mesh) as lines:  # no rank waits for another's tensors before all agree
             lines += [f"format={name!r}", "no calibration" if calibration is None else "calibration"]
             written = self._find(model, lines)
             self._others = self._other_tensors()
@@ -214,7 +214,7 @@ class _Plan:
             if self.mesh is not None:  # each rank has seen its part of the inputs
                 largest = largest_over(torch.stack([*self._amaxes.values()]), self.mesh)
                 self._amaxes = dict(zip(self._amaxes, largest.unbind(), strict=True))
-        with together(self.mesh):
+        with fail_together(self.mesh):
             self._choose(name, written)
 
     def _find(self, model: nn.Module, lines: list[str]) -> list[Multiplied]:
@@ -524,7 +524,7 @@ def _on_all_ranks(batches: Iterable[Any], mesh: Any) -> Iterator[Any]:
     """The batches of this rank; an error on all ranks, if one has no more, or something else than a batch."""
     rest, end = iter(batches), object()
     while True:
-        with together(mesh) as lines:
+        with fail_together(mesh) as lines:
             batch = next(rest, end)
             lines += ["no more batches of calibration=" if batch is end else "a batch of calibration="]
             if batch is not end:

@@ -15,7 +15,7 @@ from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs,
 from fp8graph.compat import aot
 from fp8graph.compat.fakes import fake_values
 from fp8graph.errors import ConfigError, expect
-from fp8graph.ir.compilation import Known
+from fp8graph.ir.compilation import GraphFacts
 from fp8graph.ir.decisions import Decisions, stacks_of
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
@@ -110,7 +110,7 @@ def rewrite(
     while True:
         module = _copy(graph_module, inputs, spares)
         training = _mark(module.graph)
-        known = Known(
+        facts = GraphFacts(
             decisions=decisions,
             sources=tuple(name or "" for name in (*names, *[None] * (len(inputs) - len(names)))),
             parameters=parameters,
@@ -119,7 +119,7 @@ def rewrite(
             reduces_in_graph=True,
             spares=SpareInputs(indices=range(len(inputs), len(inputs) + spares)),
         )
-        joint = JointPass(known, None, check=check_records if asked.strict else None)
+        joint = JointPass(facts, None, check=check_records if asked.strict else None)
         try:
             joint(module.graph)
             break

@@ -41,9 +41,9 @@ _FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
-    orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else _NO_FORWARD
+    orphaned = _FORWARD_ELSEWHERE if compilation.facts.subgraph else _NO_FORWARD
     for site in compilation.sites:
-        resolution = compilation.known.decisions.of(site)
+        resolution = compilation.facts.decisions.of(site)
         stored = next(filter(None, map(stored_view, site.gemms)), None)
         of_weight = as_stored(resolution, stored.tensor, flipped=stored.flipped) if stored is not None else None
         for gemm in site.gemms:
@@ -55,7 +55,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
     refuse_fused_ops(graph, compilation)
-    bar = compilation.known.decisions.policy.min_speedup
+    bar = compilation.facts.decisions.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
             if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
@@ -104,7 +104,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
         return left_alone(f"{SOURCE}: {recipe.name}{override} leaves {gemm.gemm} in high precision")
     asked = f" ({SOURCE} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
-    if obstacle is None and compilation.known.subgraph and recipe.has_state:
+    if obstacle is None and compilation.facts.subgraph and recipe.has_state:
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
         return left_alone(obstacle + asked, required=resolution.by_user)
@@ -115,7 +115,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
     notes = [DECISION, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
     if obstacle is None and gemm.node.target in GROUPED:
         kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]
-        checked = compilation.hardware_of(gemm.node).checked_by(kind.gemm)
+        checked = compilation.hardware_of(gemm.node).evidence_without_device(kind.gemm)
         notes += [f"{NATIVE_BY}{checked}"] if checked else []
     return Decision(
         recipe=recipe,
@@ -232,6 +232,6 @@ def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: C
     emulated = compilation.decisions[gemm.node].execution == "emulated"
     if speed is None or emulated or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
-    if compilation.known.settings.cuda_graphs:
+    if compilation.facts.settings.cuda_graphs:
         speed = speed.replayed()
     return gemm_seconds(speed, *sizes, dtype, batch=batch)

@@ -80,7 +80,7 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
     matrices = {  # of weights in FP8 the pass `recognize` reports
         node
         for node, index in inputs.items()
-        if index in compilation.known.parameters and value(node).ndim > 1 and value(node).dtype.itemsize > 1
+        if index in compilation.facts.parameters and value(node).ndim > 1 and value(node).dtype.itemsize > 1
     }
     backward = backward_nodes(graph)
     for node in graph.nodes:
@@ -100,7 +100,7 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
                 "does not look into it. If it multiplies by the parameter, F.linear in its place would be in FP8"
             )
         _, path = split_source(module_path(node))
-        if reason and any(compilation.known.decisions.policy.resolve(path, "linear").recipes.values()):
+        if reason and any(compilation.facts.decisions.policy.resolve(path, "linear").recipes.values()):
             compilation.refuse_at("FP8", path, 0, reason)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group
+from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, size_in_group
 from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import matmul_arguments, size_hint, value, value_key
@@ -132,7 +132,7 @@ def choices(compilation: Compilation) -> Iterator[Choice]:
         planned: dict[GemmName, Gemm] = {g.gemm: g for g in site.gemms if _recipe(g, compilation) is not None}
         if planned:
             views = [view for gemm in planned.values() for view in (gemm.a, gemm.b) if view.operand != "input"]
-            alone = not compilation.known.settings.fuse_linears or any(
+            alone = not compilation.facts.settings.fuse_linears or any(
                 len(owners[value_key(view.tensor)]) > 1 for view in views
             )
             family = None if alone else _family(site, planned, compilation)
@@ -163,7 +163,7 @@ def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation)
         return None
     fprop = planned["fprop"]
     dtypes = value(fprop.b.tensor).dtype, value(fprop.node).dtype
-    return *kin(site), value_key(fprop.a.tensor), *recipes.items(), fprop.bias is None, *dtypes
+    return *sibling_key(site), value_key(fprop.a.tensor), *recipes.items(), fprop.bias is None, *dtypes
 
 
 def _single(gemm: Gemm, compilation: Compilation) -> Choice:
@@ -227,8 +227,8 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
 
 
 def _keeps_weights(compilation: Compilation) -> bool:
-    known = compilation.known
-    return known.keeps_weights and _COPIES in known.facts and not known.gathered
+    facts = compilation.facts
+    return facts.keeps_weights and _COPIES in facts.parameter_facts and not facts.gathered
 
 
 def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
@@ -236,7 +236,7 @@ def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
     speed = compilation.hardware_of(gemm.node).speed
     if speed is None or compilation.decisions[gemm.node].execution != "native":
         return None
-    return speed.replayed() if compilation.known.settings.cuda_graphs else speed
+    return speed.replayed() if compilation.facts.settings.cuda_graphs else speed
 
 
 def _sizes(gemm: Gemm) -> tuple[int, int, int]:

@@ -67,17 +67,17 @@ def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     found = [*attention_ops(graph, backward_nodes(graph)), *written_attentions(compilation.sites)]
     found.sort(key=lambda attention: order[attention.result])
-    names = names_of([attention.site.place for attention in found], compilation.known.parameters.values())
+    names = names_of([attention.site.place for attention in found], compilation.facts.parameters.values())
     for attention, (fqn, index) in zip(found, names, strict=True):
         attention.site.fqn, attention.site.index = fqn, index
         attention.decision = _decide(attention, compilation)
-    compilation.found(Attention).extend(found)
+    compilation.results(Attention).extend(found)
     compilation.others[AttentionRecord] = [attention.site for attention in found]
     compilation.rows += [row for attention in found for row in _rows(attention, compilation)]
 
 
 def _decide(attention: Attention, compilation: Compilation) -> Decision:
-    resolution = compilation.known.decisions.of(attention.site)
+    resolution = compilation.facts.decisions.of(attention.site)
     recipe = resolution.recipes["fprop"]
 
     def left_alone(reason: str, **more: Any) -> Decision:
@@ -247,7 +247,7 @@ def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None
         own = [compilation.decisions[node] for node in (*attention.forward, *attention.backward)]
         sources = [decision.resolution.source for decision in own if decision.recipe is not None]
         return f"its matmuls are in FP8 already ({sources[0]})" if sources else None
-    if compilation.known.subgraph and not attention.backward and extra_results(attention):
+    if compilation.facts.subgraph and not attention.backward and extra_results(attention):
         return "the backward of a higher-order op is a graph of its own, which would read q, k and v unquantized"
     return None
 

@@ -66,13 +66,13 @@ Emit = Callable[..., fx.Node]
 
 def is_attention_quantized(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether some attention has a recipe."""
-    decisions = (attention.decision for attention in compilation.found(Attention))
+    decisions = (attention.decision for attention in compilation.results(Attention))
     return any(decision is not None and decision.recipe is not None for decision in decisions)
 
 
 def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    for attention in compilation.found(Attention):
+    for attention in compilation.results(Attention):
         decision = attention.decision
         if decision is not None and decision.recipe is not None:
             device, recipe = compilation.hardware_of(attention.reads[0].argument), decision.recipe

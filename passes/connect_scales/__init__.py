@@ -49,7 +49,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import collectives, ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.decisions import InitialScales
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
@@ -171,7 +171,7 @@ def _renamed(use: Use, rename: Rename) -> Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakesPart(ExtraInput):
+class JoinsReduction(ExtraInput):
     """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
 
     store: ClassVar = "scales"
@@ -197,25 +197,25 @@ def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
     """
     graphs = [graph, *(each.quantizing for each in compilation.extra_inputs if isinstance(each, WeightGraph))]
     found = (USES_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
-    return not compilation.known.subgraph and (any(found) or _takes_part(compilation.known))
+    return not compilation.facts.subgraph and (any(found) or _takes_part(compilation.facts))
 
 
-def _takes_part(known: Known) -> bool:
+def _takes_part(facts: GraphFacts) -> bool:
     """Whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has others."""
-    reduces = known.decisions.reduces_amaxes and not known.reduces_in_graph
-    return known.records_amaxes and known.decisions.amax_group is not None and reduces
+    reduces = facts.decisions.reduces_amaxes and not facts.reduces_in_graph
+    return facts.records_amaxes and facts.decisions.amax_group is not None and reduces
 
 
-def wanted_pages(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
+def wanted_pages(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """One for each recipe, FP8 type and direction. Weights are in the page of inputs, or have one beside the graph."""
-    if not any(recipe.has_state for recipe in known.decisions.recipes):
+    if not any(recipe.has_state for recipe in facts.decisions.recipes):
         return 0
     pages = {
         (recipe, each.hardware.quantizer(recipe, operand).fp8_max, operand == "grad_output")
         for each in foreseen()
         for recipe in each.used(*GEMMS)
         if recipe.has_state
-        for operand in _WITH_PAGES[: 1 + known.training]
+        for operand in _WITH_PAGES[: 1 + facts.training]
     }
     return len(pages)
 
@@ -224,9 +224,9 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for place, each in enumerate(compilation.extra_inputs):
         if isinstance(each, WeightGraph):  # of a weight that is quantized beside the graph: with a page of its own
             # whatever variant of the graph takes the copy that it makes
-            decisions = dataclasses.replace(compilation.known.decisions, conditions=(InitialScales(),))
-            known = dataclasses.replace(compilation.known, decisions=decisions)
-            compilation.extra_inputs[place] = each.passed(connect_scales, known)
+            decisions = dataclasses.replace(compilation.facts.decisions, conditions=(InitialScales(),))
+            facts = dataclasses.replace(compilation.facts, decisions=decisions)
+            compilation.extra_inputs[place] = each.passed(connect_scales, facts)
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[Use], node.meta.get(USES_KEY, []))
@@ -242,7 +242,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             if entry is None:
                 entries.append(entry := _Entry(rows))
             entry.users.append(node)
-    in_graph = compilation.known.reduces_in_graph
+    in_graph = compilation.facts.reduces_in_graph
     layouts = [
         PageLayout(
             number=number,
@@ -251,7 +251,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             backward=backward,
             device=device,
             rows=tuple(tuple(c.rows) for c in entries),
-            group=compilation.known.decisions.amax_group if recipe.reduce_amax and not in_graph else None,
+            group=compilation.facts.decisions.amax_group if recipe.reduce_amax and not in_graph else None,
         )
         for number, ((recipe, fp8_max, backward, device), entries) in enumerate(pages.items())
     ]
@@ -259,13 +259,13 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     if taken is None:
         return
     for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
-        update = _connect(graph, page, layout, entries, compilation.known)
+        update = _connect(graph, page, layout, entries, compilation.facts)
         if update is not None:
-            if in_graph and layout.recipe.reduce_amax and compilation.known.decisions.amax_group is not None:
-                _reduce(graph, update, compilation.known.decisions.amax_group)
+            if in_graph and layout.recipe.reduce_amax and compilation.facts.decisions.amax_group is not None:
+                _reduce(graph, update, compilation.facts.decisions.amax_group)
             _record(graph, update)
-    if _takes_part(compilation.known):
-        compilation.extra_inputs.append(TakesPart())
+    if _takes_part(compilation.facts):
+        compilation.extra_inputs.append(JoinsReduction())
 
 
 @dataclass
@@ -279,10 +279,10 @@ class _Update:
 
 
 def _connect(
-    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], known: Known
+    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], facts: GraphFacts
 ) -> _Update | None:
-    record = known.records_amaxes
-    begins = layout.recipe.starts_from_own_amax and known.decisions.condition(InitialScales) is not None
+    record = facts.records_amaxes
+    begins = layout.recipe.starts_from_own_amax and facts.decisions.condition(InitialScales) is not None
     users = {user for entry in entries for user in entry.users}
     first = in_order(users)[0]
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")

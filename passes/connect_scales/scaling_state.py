@@ -26,7 +26,7 @@ from fp8graph.ir import collectives
 from fp8graph.ir.decisions import InitialScales
 from fp8graph.ir.sites import Use
 from fp8graph.numerics.history import HEADER, read_scales
-from fp8graph.passes.connect_scales import PageLayout, TakesPart
+from fp8graph.passes.connect_scales import JoinsReduction, PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
     GraphPages,
@@ -89,7 +89,7 @@ class ScalingState(KeptScales):
         if not self._reductions:
             self._forget_rows(owner)
 
-    def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
+    def slot(self, asked: Sequence[PageLayout | JoinsReduction], caller: Caller) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""
         layouts = _layouts_of(asked)
         group = str(caller.group) if len(layouts) < len(asked) else None
@@ -156,7 +156,7 @@ class ScalingState(KeptScales):
         )
 
     def pages(
-        self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool = False
+        self, asked: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], *, records: bool = False
     ) -> Sequence[Page]:
         """The pages for one call of a graph.
 
@@ -180,13 +180,13 @@ class ScalingState(KeptScales):
                 graph.records = True
                 for own in (own for rows in graph.names for several in rows for own in several):
                     self._successors.used(own, phase)
-        if graph.weights and not in_backward and not self.ranks.rehearses():
+        if graph.weights and not in_backward and not self.ranks.is_dry_run():
             for row, owners in graph.weights:
                 row.follow([args[index] for index in owners])
         return graph.pages
 
     def _look_up(
-        self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], anchor: Tensor | None
+        self, asked: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], anchor: Tensor | None
     ) -> GraphPages:
         layouts = _layouts_of(asked)
         pages = [self._page(layout, args, anchor) for layout in layouts]
@@ -209,7 +209,7 @@ class ScalingState(KeptScales):
                         self._rows[names[0]].write(*state)
         return again
 
-    def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
+    def forget(self, asked: Sequence[PageLayout | JoinsReduction]) -> None:
         """Drop the look-ups of a graph that is gone. The scales stay, for other graphs of its layers."""
         for key, _ in self._graphs.items():
             if key[0] == id(asked):
@@ -540,7 +540,7 @@ class ScalingState(KeptScales):
         self._epoch.advance()  # some may have no scale any more
 
 
-def _layouts_of(asked: Sequence[PageLayout | TakesPart]) -> list[PageLayout]:
+def _layouts_of(asked: Sequence[PageLayout | JoinsReduction]) -> list[PageLayout]:
     """The pages among the extra inputs that a graph asks for."""
     return [each for each in asked if isinstance(each, PageLayout)]
 
@@ -556,7 +556,7 @@ class _Read(Slot):
 
     acts: ClassVar[bool] = True
     state: ScalingState
-    requests: Sequence[PageLayout | TakesPart]
+    requests: Sequence[PageLayout | JoinsReduction]
     layouts: Sequence[PageLayout]
     group: str | None  # of the ranks that reduce amaxes after each step; None: the graph takes no part
     records: bool
@@ -578,12 +578,12 @@ class _Read(Slot):
             self.state.pages(self.requests, run.args, records=self.records)
         if run.checkpointed is not None:
             keep_scales(run.checkpointed, self.layouts, pages)
-        if self.state.ranks.rehearses():
+        if self.state.ranks.is_dry_run():
             return [page.clone() for page in pages]
         if run.checkpointed is None or not pages:
             return pages
         return run.enter(as_first(run.checkpointed, self.layouts, pages, records=self.records))
 
     def after(self, run: Run, results: Any) -> None:
-        if self.group is not None and not self.state.ranks.rehearses():
+        if self.group is not None and not self.state.ranks.is_dry_run():
             self.state.watch(results, self.tensors)

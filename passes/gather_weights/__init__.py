@@ -29,7 +29,7 @@ from fp8graph.analysis.gather_path import scale_may_differ
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.decisions import Arrived
+from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import (
@@ -44,8 +44,8 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import (
     SHARDED,
-    TakenWeight,
     WeightGraph,
+    WeightInput,
     computed_from,
     hoist,
     quantized_weights,
@@ -58,7 +58,7 @@ _SAME_NUMBERS = frozenset({ops.dequantize, _CONVERT, aten.permute.default, aten.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredWeight(TakenWeight):
+class GatheredWeight(WeightInput):
     """A weight that FSDP2 gathers in FP8: the graph takes what was gathered."""
 
     store: ClassVar = "gathered"
@@ -81,17 +81,17 @@ class ReadWhole(ExtraInput):
 
 def are_gathered(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether FSDP2 gathers weights around the graph."""
-    known = compilation.known
-    return bool(known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
+    facts = compilation.facts
+    return bool(facts.gathered) and bool(facts.settings.cache_weights) and not facts.subgraph
 
 
 def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
-    known = compilation.known
-    gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in known.gathered}
-    arrived = known.decisions.condition(Arrived)
+    facts = compilation.facts
+    gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in facts.gathered}
+    arrived = facts.decisions.condition(GatheredInFP8)
     sent = {node: index for node, index in gathered.items() if arrived is not None and index in arrived.parameters}
     found: dict[fx.Node, str | None] = {}
-    if len(sent) < len(gathered) and known.settings.target is None:
+    if len(sent) < len(gathered) and facts.settings.target is None:
         found = why_not_sent(graph, gathered, compilation)
         for node in (node for node, reason in found.items() if reason is None):
             weight = weight_graph(node, gathered, compilation, ToGather)
@@ -155,7 +155,7 @@ def _why_not(
     sources = [source_of_part(part)[0] for part in asked.parts]
     if any(source not in parameters or value(source).ndim != 2 for source in sources) or len({*sources}) < len(sources):
         return "it is computed from more than matrices and casts"
-    facts: Mapping[int, Shard] = compilation.known.facts[GatheredWeight.store]
+    facts: Mapping[int, Shard] = compilation.facts.parameter_facts[GatheredWeight.store]
     for shard in (facts[parameters[source]] for source in sources):
         if shard.reason is not None:
             return shard.reason
@@ -176,7 +176,7 @@ def _why_not(
         return f"it is {again} too, by {reader.name}"
     if kind.not_sent is not None:
         return kind.not_sent
-    if not compilation.known.training and not kind.one_scale and max(asked.block[:1], default=1) == 1:
+    if not compilation.facts.training and not kind.one_scale and max(asked.block[:1], default=1) == 1:
         return "it may have two layouts of different numbers, about which a graph with a backward decides"
     if _backward_reads_rows(quantized, in_backward):
         return "backward reads fprop's copy of it, too, beside one of other numbers"

@@ -42,7 +42,7 @@ from fp8graph.passes.gather_weights.gathered_copies import (
 )
 from fp8graph.recipes import LAYOUTS
 from fp8graph.runtime.staleness import signature
-from fp8graph.runtime.stores import ArrivesOtherwise, Caller, KeptScales, Run, Services, Slot, Store
+from fp8graph.runtime.stores import Caller, GatheredInHighPrecision, KeptScales, Run, Services, Slot, Store
 
 
 class SentWeights(Store):
@@ -101,7 +101,7 @@ class SentWeights(Store):
                 read.update(() if made is not None else arrived.keys() & {*weight.parameters})
         if read:
             self.restore(arrived[index] for index in read)
-            raise ArrivesOtherwise(frozenset(read))
+            raise GatheredInHighPrecision(frozenset(read))
         self.ask([each for each in asked if isinstance(each, ToGather)], caller.args)
         if apart:
             return RowsOfForward(tensors=copies, weights=[weakref.ref(weight) for weight in apart])

@@ -31,12 +31,12 @@ from torch import fx
 
 from fp8graph.analysis.siblings import fits_in_group
 from fp8graph.ir import collectives, ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.naming import graph_inputs, split_source
 from fp8graph.ir.nodes import CACHED_KEY, NOT_KEPT_KEY, OPERAND_KEY, SITES, nodes, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
-from fp8graph.ir.weight_graphs import SHARDED, TakenWeight, WeightGraph, hoist, quantized_weights, weight_graph
+from fp8graph.ir.weight_graphs import SHARDED, WeightGraph, WeightInput, hoist, quantized_weights, weight_graph
 from fp8graph.numerics import quantization
 from fp8graph.recipes import LAYOUTS
 
@@ -44,7 +44,7 @@ _GEMMS: Final = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptWeight(TakenWeight):
+class CachedWeight(WeightInput):
     """A weight whose FP8 copy is kept between calls (``weight_cache.py``)."""
 
     store: ClassVar = "weights"
@@ -52,33 +52,33 @@ class KeptWeight(TakenWeight):
 
 def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether copies of weights are kept beside this graph, or why they are not is to be said: FSDP2 gathers some."""
-    known = compilation.known
-    return bool(known.keeps_weights or known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
+    facts = compilation.facts
+    return bool(facts.keeps_weights or facts.gathered) and bool(facts.settings.cache_weights) and not facts.subgraph
 
 
-def wanted_copies(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
+def wanted_copies(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """The tensors of the copies: data and scales for each layout. Linears that are fused have one copy."""
-    if not known.keeps_weights:
+    if not facts.keeps_weights:
         return 0
     copies: dict[Any, int] = {}  # by the linears that one copy serves, and its recipe
     for each in (each for each in foreseen() if each.site.parameter is not None):
-        recipes = each.used("fprop", "dgrad") if known.training else each.used("fprop")
-        both = known.training and len(recipes) == 1 and None not in (each.recipes["fprop"], each.recipes["dgrad"])
+        recipes = each.used("fprop", "dgrad") if facts.training else each.used("fprop")
+        both = facts.training and len(recipes) == 1 and None not in (each.recipes["fprop"], each.recipes["dgrad"])
         for recipe in recipes:
             weight, gradient = (recipe.quantizer(operand) for operand in ("weight", "grad_output"))
             fits = fits_in_group(each.rows, (weight.block, gradient.block))
-            fused = known.settings.fuse_linears and each.hardware.multiplies(weight.scaling) and fits
+            fused = facts.settings.fuse_linears and each.hardware.multiplies(weight.scaling) and fits
             names = quantization.output_names(weight.scaling, LAYOUTS if both else LAYOUTS[:1])
-            copies[each.kin if fused else each, recipe] = sum(name != "amax" for name in names)
+            copies[each.sibling_key if fused else each, recipe] = sum(name != "amax" for name in names)
     return sum(copies.values())
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
-    known = compilation.known
-    whole = known.parameters.keys() - known.gathered if known.keeps_weights else ()
+    facts = compilation.facts
+    whole = facts.parameters.keys() - facts.gathered if facts.keeps_weights else ()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
-    hoist(graph, parameters, compilation, KeptWeight)
-    for node in quantized_weights(graph) if known.keeps_weights or known.gathered else ():
+    hoist(graph, parameters, compilation, CachedWeight)
+    for node in quantized_weights(graph) if facts.keeps_weights or facts.gathered else ():
         if CACHED_KEY not in node.meta and node.meta.get(OPERAND_KEY) == "weight":
             reason, site = why_not_kept(node, compilation), compilation.site_of(node)
             if reason and site is not None:
@@ -100,7 +100,7 @@ def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
         seen.add(node)
         if node.op == "placeholder":
             index = inputs.get(node)
-            is_weight |= index in compilation.known.parameters and value(node).ndim > 1
+            is_weight |= index in compilation.facts.parameters and value(node).ndim > 1
             reasons.append(_why_not_input(node, index, quantized, compilation))
         elif node.target in _GEMMS:
             return ""
@@ -116,12 +116,12 @@ def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
 
 
 def _why_not_input(node: fx.Node, index: int | None, quantized: fx.Node, compilation: Compilation) -> str:
-    if index in compilation.known.gathered:
+    if index in compilation.facts.gathered:
         return quantized.meta.get(NOT_KEPT_KEY, f"it is whole while the graph runs, and no longer: {SHARDED}")
-    if index in compilation.known.parameters:
+    if index in compilation.facts.parameters:
         return ""
-    known = index is not None and index < len(compilation.known.sources)
-    name = split_source(compilation.known.sources[index])[1] if known and index is not None else node.name
+    facts = index is not None and index < len(compilation.facts.sources)
+    name = split_source(compilation.facts.sources[index])[1] if facts and index is not None else node.name
     return (
         f"it is also computed from {name or node.name!r}, which is not a parameter and may change with each call; if "
         "it does not change, make it a parameter (requires_grad=False)"
@@ -130,14 +130,14 @@ def _why_not_input(node: fx.Node, index: int | None, quantized: fx.Node, compila
 
 def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this is the last trace of a whole graph: with too few spare inputs it is traced again."""
-    known = compilation.known
-    return not known.subgraph and known.spares.wanted <= len(known.spares.indices)
+    facts = compilation.facts
+    return not facts.subgraph and facts.spares.wanted <= len(facts.spares.indices)
 
 
 def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
-    known = compilation.known
+    facts = compilation.facts
     parameters = {
-        node: index for node, index in graph_inputs(graph) if index in known.parameters.keys() | known.gathered
+        node: index for node, index in graph_inputs(graph) if index in facts.parameters.keys() | facts.gathered
     }
     found = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
     compilation.extra_inputs += [weight for weight in found if weight is not None]

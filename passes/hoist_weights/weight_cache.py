@@ -45,7 +45,7 @@ from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import life
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
-from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.passes.hoist_weights import CachedWeight
 from fp8graph.runtime.contents import EVERY, Watch, contents_of, same_contents
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Unchanged, picker, signature, storage_of
@@ -61,7 +61,7 @@ _kind: Final = operator.methodcaller("kind")
 class _Copy:
     """A weight quantized in some layouts. Its tensors keep their addresses."""
 
-    request: KeptWeight
+    request: CachedWeight
     tensors: dict[str, Tensor]  # by output name
     made: bool = False  # of the weight's present numbers
 
@@ -87,7 +87,7 @@ class _Weight:
 class WeightCache(Store):
     """The quantized weights of one backend."""
 
-    name: ClassVar = KeptWeight.store
+    name: ClassVar = CachedWeight.store
 
     def __init__(self, services: Services) -> None:
         settings = services.settings
@@ -96,7 +96,7 @@ class WeightCache(Store):
         self.steps: Final = services.steps  # of optimizers, and other signals of an update
         self._weights: Final = ParameterTable[_Weight](self._free_functions)
         # by the id of a graph's requests, which are kept alive: the tensors of another store that quantizing takes
-        self._graphs: dict[int, tuple[Sequence[KeptWeight], list[ExtraInput]]] = {}
+        self._graphs: dict[int, tuple[Sequence[CachedWeight], list[ExtraInput]]] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
 
@@ -104,7 +104,7 @@ class WeightCache(Store):
     def of(cls, services: Services) -> WeightCache:
         return cls(services)
 
-    def forget(self, asked: Sequence[KeptWeight]) -> None:
+    def forget(self, asked: Sequence[CachedWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph takes them. Made again, they are the same."""
         _, pages = self._graphs.pop(id(asked), (asked, []))
         if (store := self._services.kept_scales(pages)) is not None:
@@ -130,11 +130,11 @@ class WeightCache(Store):
         """The memory of all copies."""
         return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
 
-    def slot(self, asked: Sequence[KeptWeight], caller: Caller) -> Slot:
+    def slot(self, asked: Sequence[CachedWeight], caller: Caller) -> Slot:
         """The copies that a graph takes, up to date."""
         return Slot(tensors=self.tensors(asked, caller.args), fresh=self.unchanged(asked, caller.args))
 
-    def tensors(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> list[Tensor]:
+    def tensors(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> list[Tensor]:
         """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
 
         Args:
@@ -144,7 +144,7 @@ class WeightCache(Store):
         _, pages = self._graphs.setdefault(id(weights), (weights, [each for one in weights for each in one.asked]))
         steps, counters = self.steps.all if self._trains else None, self._counters()[: 1 if self._trains else None]
         tensors: list[Tensor] = []
-        stale: dict[_Copy, tuple[KeptWeight, _Weight]] = {}
+        stale: dict[_Copy, tuple[CachedWeight, _Weight]] = {}
         for request in weights:
             parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
             copy = self._copy(weight, request, parameters[0].device)
@@ -165,7 +165,7 @@ class WeightCache(Store):
         """Counts whose change may make copies stale: all copies, unless graphs with gradients take them, too."""
         return self.steps.refreshes, self.steps.all.count, self.steps.switches
 
-    def unchanged(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
+    def unchanged(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
         """A check whether the copies from :meth:`tensors` are valid for later arguments; None without weights."""
         positions = sorted({index for weight in weights for index in weight.parameters})
         if not positions:
@@ -197,7 +197,7 @@ class WeightCache(Store):
         return unchanged
 
     def _watch(
-        self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, KeptWeight], args: Sequence[Any]
+        self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, CachedWeight], args: Sequence[Any]
     ) -> Watch:
         """Watch the parameters at the positions ``own``, which are on one device."""
         bound = {index: self._names.get(args[index]) if self._names else "" for index in own}
@@ -228,13 +228,13 @@ class WeightCache(Store):
     def _copies(self) -> list[_Copy]:
         return [copy for weight in self._weights.values() for copy in {*weight.copies.values()}]
 
-    def _weight(self, request: KeptWeight, args: Sequence[Any]) -> _Weight:
+    def _weight(self, request: CachedWeight, args: Sequence[Any]) -> _Weight:
         """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
         owners, way = [args[index] for index in request.parameters], (request.signature, *map(_kind, request.asked))
         key = way, *map(id, map(life, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
-    def _copy(self, weight: _Weight, request: KeptWeight, device: torch.device) -> _Copy:
+    def _copy(self, weight: _Weight, request: CachedWeight, device: torch.device) -> _Copy:
         """The copy of ``weight`` for a request. One that has more layouts than others takes their place."""
         copy = weight.copies.get(id(request))
         if copy is None:
@@ -250,7 +250,7 @@ class WeightCache(Store):
 
     def _quantize(
         self,
-        stale: Sequence[tuple[KeptWeight, _Weight, _Copy]],
+        stale: Sequence[tuple[CachedWeight, _Weight, _Copy]],
         args: Sequence[Any],
         given: Mapping[ExtraInput, Tensor],
     ) -> None:
@@ -270,7 +270,7 @@ class WeightCache(Store):
         if saved:
             ops.copy_each(*zip(*saved, strict=True))
         recorders = set(last.values())
-        alike: dict[Any, list[tuple[KeptWeight, _Weight, _Copy]]] = {}
+        alike: dict[Any, list[tuple[CachedWeight, _Weight, _Copy]]] = {}
         for request, weight, copy in stale:
             key = copy in recorders, weight.way, copy.request.layouts
             alike.setdefault(key, []).append((request, weight, copy))
@@ -284,7 +284,7 @@ class WeightCache(Store):
     def _run(
         self,
         key: tuple[bool, Any, Any],
-        batch: Sequence[tuple[KeptWeight, _Weight, _Copy]],
+        batch: Sequence[tuple[CachedWeight, _Weight, _Copy]],
         args: Sequence[Any],
         given: Mapping[ExtraInput, Tensor],
     ) -> None:
@@ -306,7 +306,7 @@ class WeightCache(Store):
         for *_, copy in batch:
             copy.made = True
 
-    def _note_contents(self, stale: Sequence[tuple[KeptWeight, _Weight, _Copy]], args: Sequence[Any]) -> None:
+    def _note_contents(self, stale: Sequence[tuple[CachedWeight, _Weight, _Copy]], args: Sequence[Any]) -> None:
         """Keep the fingerprints of the weights that copies are made of now."""
         owners = {index: local(args[index]) for request, *_ in stale for index in request.parameters}
         prints: dict[int, Any] = {}
@@ -336,7 +336,7 @@ def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
     return [*(group[i : i + BATCH] for i in range(0, full, BATCH)), *([item] for item in group[full:])]
 
 
-def covers(made: KeptWeight, wanted: KeptWeight) -> bool:
+def covers(made: CachedWeight, wanted: CachedWeight) -> bool:
     """Whether the copy ``made`` has the layouts of ``wanted``."""
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
 

@@ -24,7 +24,7 @@ from typing import Any, Final, cast
 from torch import fx
 
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, RESCALED_KEY, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
@@ -37,24 +37,24 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this variant of the graph is for observed steps."""
-    asked = compilation.known.decisions.condition(Observed)
-    return asked is not None and not asked.candidates and not compilation.known.subgraph
+    asked = compilation.facts.decisions.condition(Observed)
+    return asked is not None and not asked.candidates and not compilation.facts.subgraph
 
 
-def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], known: Known) -> int:
+def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """One tensor for forward, and one for backward."""
-    return 0 if known.decisions.condition(Observed) is None else 1 + known.training
+    return 0 if facts.decisions.condition(Observed) is None else 1 + facts.training
 
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.decisions.condition(Observed)
+    asked = compilation.facts.decisions.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     results = _results(graph, compilation)
     for node in list(nodes(graph, (ops.quantize,))):
         _quantized(node, measuring, compilation)
     _left_alone(measuring, compilation)
-    if compilation.known.settings.accumulate_wgrad:  # what wgrad returns is then a sum
+    if compilation.facts.settings.accumulate_wgrad:  # what wgrad returns is then a sum
         results = {(position, gemm): node for (position, gemm), node in results.items() if gemm != "wgrad"}
     for (position, gemm), node in results.items():
         sites = sites_of_gemm(position, gemm, compilation)
@@ -120,7 +120,7 @@ def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
 
 def _names(positions: Iterable[int], compilation: Compilation) -> Names:
     sites = [compilation.sites[position] for position in dict.fromkeys(positions)]
-    asked = compilation.known.decisions.condition(Observed)
+    asked = compilation.facts.decisions.condition(Observed)
     return tuple((site.fqn, site.index) for site in sites if asked is not None and asked.takes(site.fqn))
 
 

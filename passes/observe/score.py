@@ -72,12 +72,12 @@ class Scores(Store):
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether recipes are tried out in this variant of the graph."""
-    asked = compilation.known.decisions.condition(Observed)
+    asked = compilation.facts.decisions.condition(Observed)
     return asked is not None and bool(asked.candidates)
 
 
 def score(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.decisions.condition(Observed)
+    asked = compilation.facts.decisions.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
@@ -102,7 +102,7 @@ def score(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _obstacle(site: Site, compilation: Compilation) -> str | None:
     """The reason why a site is left out."""
-    if compilation.known.subgraph:
+    if compilation.facts.subgraph:
         return "it is in the body of a higher-order op"
     if any(gemm.node.target in GROUPED for gemm in site.gemms):
         return "experts share one matmul: a rule for all of them decides"

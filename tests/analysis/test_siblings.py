@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
-from fp8graph.analysis.siblings import can_be_slices, fits_in_group, kin, size_in_group
+from fp8graph.analysis.siblings import can_be_slices, fits_in_group, sibling_key, size_in_group
 from fp8graph.ir.nodes import MATMULS, aten, nodes
 from fp8graph.ir.sites import Site
 from helpers import Two, Weight, passed, traced
@@ -47,24 +47,24 @@ class NoGrad(Two):
 
 def test_linears_of_one_module_are_kin() -> None:
     gate, up = sites(Two())
-    assert kin(gate) == kin(up)
+    assert sibling_key(gate) == sibling_key(up)
 
 
 @pytest.mark.parametrize("module", [Region(), NoGrad()], ids=["region", "no_grad"])
 def test_linears_that_run_otherwise_are_not(module: nn.Module) -> None:
     gate, up = sites(module)
-    assert kin(gate) != kin(up)
+    assert sibling_key(gate) != sibling_key(up)
 
 
 def test_linears_of_two_modules_are_not() -> None:
-    found = [kin(site) for site in sites(Apart())]
+    found = [sibling_key(site) for site in sites(Apart())]
     assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_recomputed_linears_are_siblings_in_their_region() -> None:
     gate, up = sites(Two())
     gate.gemms[0].node.meta["ac_graph_id"] = 1
-    assert kin(gate) != kin(up)
+    assert sibling_key(gate) != sibling_key(up)
 
 
 SIZES: list[Any] = [

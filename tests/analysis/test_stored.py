@@ -24,7 +24,7 @@ def found(kind: str, policy: Policy, **settings: Any) -> tuple[fx.Node, Resoluti
     (site,) = compilation.sites
     node = stored_weight(site)
     assert node is not None
-    return node, compilation.known.decisions.of(site)
+    return node, compilation.facts.decisions.of(site)
 
 
 @pytest.mark.parametrize("kind", KINDS)

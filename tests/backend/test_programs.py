@@ -7,7 +7,7 @@ import torch
 
 from fp8graph import Backend, Float8CurrentScaling
 from fp8graph.backend import compiled_graph
-from fp8graph.ir.decisions import Arrived
+from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.planning.scoring import Scoring
 from helpers import ALL, MLP
@@ -53,13 +53,13 @@ def test_a_graph_that_only_measured_stays_while_it_is_alive() -> None:
 
 def test_the_report_lists_no_calls_of_before_a_condition_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if FSDP2 gathered copies from the second step on: the graph of the first one is not run any more."""
-    conditions: list[Arrived] = []
+    conditions: list[GatheredInFP8] = []
     monkeypatch.setattr(Observation, "condition", lambda _store, *, gradients: conditions[-1] if conditions else None)
     model, backend = MLP(), Backend(ALL, compiler="eager")
     run, x = torch.compile(model, backend=backend), torch.randn(16, 32)
     run(x)
     gemms = len(backend.report.gemms)
-    conditions.append(Arrived(frozenset()))
+    conditions.append(GatheredInFP8(frozenset()))
     run(x)
     assert len(backend.report.graphs) == 1
     assert len(backend.report.gemms) == gemms

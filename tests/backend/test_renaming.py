@@ -14,7 +14,7 @@ from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.compiling import Variant
 from fp8graph.ir.naming import split_source
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.passes.hoist_weights import CachedWeight
 from fp8graph.records import AttentionRecord
 from helpers import Two, eager_backend, first_fast
 
@@ -56,7 +56,7 @@ def test_everything_that_has_a_name_gets_the_new_one() -> None:
     assert [site.fqn for site in new.findings.sites] == ["7.gate", "7.up"]
     assert {gemm.fqn for gemm in new.view.gemms} == {"7.gate", "7.up"}
     assert {refusal.fqn for refusal in new.view.refusals} == {"7.gate", "7.up"}
-    weights = new.findings.of(KeptWeight)
+    weights = new.findings.of(CachedWeight)
     beside = [each for weight in weights for each in weight.asked if isinstance(each, PageLayout)]
     pages = [*new.findings.of(PageLayout), *beside]
     assert {row.fqn for page in pages for rows in page.rows for row in rows} == {"7.gate", "7.up"}

@@ -8,7 +8,7 @@ import pytest
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, register_recipe
 from fp8graph.backend.dynamo_graph import Situation
-from fp8graph.ir.decisions import Arrived
+from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.passes.observe.measuring import Observed
 from fp8graph.recipes.autocast import DISABLED, POLICY, Region, region_of
 from fp8graph.recipes.rules import INHERIT
@@ -27,13 +27,13 @@ def test_situations_are_keys() -> None:
         {"amax_group": "0"},
         {"conditions": (Observed(),)},
         {"conditions": (Observed(layers=("up",)),)},
-        {"conditions": (Arrived(frozenset({0})),)},
+        {"conditions": (GatheredInFP8(frozenset({0})),)},
     ]
     assert len({Situation(**{**one, **other}) for other in [{}, *others]}) == 8
 
 
 def test_conditions_pass_or_last() -> None:
-    arrived, observed = Arrived(frozenset({0})), Observed()
+    arrived, observed = GatheredInFP8(frozenset({0})), Observed()
     one: dict[str, Any] = {"policy": Policies(None).now, "region": None, "amax_group": None}
     both = Situation(**one, conditions=(observed, arrived))
     assert both.passes

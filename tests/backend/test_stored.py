@@ -16,7 +16,7 @@ from fp8graph import Policy
 from fp8graph.backend import stored
 from fp8graph.ir.compilation import Findings
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.passes.hoist_weights import CachedWeight
 from fp8graph.report import GraphView
 from helpers import MLP, eager_backend, graph_text
 
@@ -38,7 +38,7 @@ def described(findings: Findings) -> list[Any]:
             *(graph_text(graph) for graph in (weight.quantizing, weight.recording)),
             *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.asked),
         )
-        for weight in findings.of(KeptWeight)
+        for weight in findings.of(CachedWeight)
     ]
     return [*weights, findings.of(PageLayout), [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
 
@@ -54,7 +54,7 @@ def test_dumped_findings_are_loaded(recipe: str) -> None:
     view, findings = found(recipe)
     again = stored.loaded(dumped((view, findings)))
     assert again is not None
-    assert len(findings.of(KeptWeight)) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
+    assert len(findings.of(CachedWeight)) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
     assert described(again[1]) == described(findings)
     assert again[0].to_dict() == view.to_dict()
 

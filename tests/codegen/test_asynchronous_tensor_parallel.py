@@ -42,7 +42,7 @@ def fused(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> list[tuple[str, str]]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True)
     monkeypatch.setattr(post_grad, "micro_pipeline_tp_pass", look)
-    monkeypatch.setattr(CPU, "own_product", classmethod(lambda *_: None))  # torch's op, as on a GPU
+    monkeypatch.setattr(CPU, "custom_gemm", classmethod(lambda *_: None))  # torch's op, as on a GPU
     monkeypatch.setattr(CPU, "alignments", {"tensor": (1, 16, 16), "row": (1, 16, 16)})
     backend = fp8graph.Backend(recipe=recipe, inductor_options={"_micro_pipeline_tp": True})
     with two_ranks(), pytest.raises(Exception, match="_Seen"):

@@ -64,8 +64,8 @@ def test_the_product_of_the_decoded_operands_is_rounded_once(
     exact = (a.double() @ b.double().T) * scale + bias.double()
     slack = (64 + 3) * 2.0**-24 * ((a.double().abs() @ b.double().abs().T) * scale + bias.double().abs())
     low, high = ((exact + error).float().to(out_dtype) for error in (-slack, slack))
-    for own_ops in (True, False):
-        got = hardware.scaled_mm(a, b, *scales, bias, out_dtype, False, scaling=scaling, own_ops=own_ops)
+    for custom_ops in (True, False):
+        got = hardware.scaled_mm(a, b, *scales, bias, out_dtype, False, scaling=scaling, custom_ops=custom_ops)
         assert got.dtype == out_dtype
         assert (low <= got).all()
         assert (got <= high).all()
@@ -147,11 +147,11 @@ def test_own_product_needs_bf16_results(monkeypatch: pytest.MonkeyPatch) -> None
     cpu = hardware.of_device(torch.device("cpu"))
 
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: True)
-    assert cpu.own_product("tensor", torch.bfloat16) is bf16_product
-    assert cpu.own_product("mxfp8", torch.bfloat16) is None
-    assert cpu.own_product("tensor", torch.float32) is cpu.own_product("tensor", torch.float16) is None
+    assert cpu.custom_gemm("tensor", torch.bfloat16) is bf16_product
+    assert cpu.custom_gemm("mxfp8", torch.bfloat16) is None
+    assert cpu.custom_gemm("tensor", torch.float32) is cpu.custom_gemm("tensor", torch.float16) is None
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: False)
-    assert cpu.own_product("tensor", torch.bfloat16) is None
+    assert cpu.custom_gemm("tensor", torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(

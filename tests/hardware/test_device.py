@@ -19,7 +19,7 @@ E4M3, OTHER = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 class Odd(Hardware):
     """Has a type of its own, and wants even results."""
 
-    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+    def device_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return OTHER if dtype == E4M3 else dtype
 
     @property

@@ -16,7 +16,7 @@ from fp8graph.ir.naming import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site, Use
 from fp8graph.passes.accumulate_wgrad import Gradient
-from fp8graph.passes.connect_scales import PageLayout, TakesPart
+from fp8graph.passes.connect_scales import JoinsReduction, PageLayout
 from fp8graph.passes.gather_weights import ReadWhole
 from fp8graph.records import AttentionRecord, GemmRecord, OtherRecord
 from helpers import MLP, facts_of, passed
@@ -25,7 +25,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 
 
 def compilation(**known: Any) -> Compilation:
-    return Compilation(known=facts_of(Policy(), **known))
+    return Compilation(facts=facts_of(Policy(), **known))
 
 
 def site(fqn: str) -> Site:
@@ -45,7 +45,7 @@ def gradient(parameter: int) -> Gradient:
 
 def test_known_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        compilation().known.subgraph = True  # pyright: ignore[reportAttributeAccessIssue]
+        compilation().facts.subgraph = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_refusal_is_said_once() -> None:
@@ -69,7 +69,7 @@ def test_the_target_decides_else_where_the_result_is(target: str | None, name: s
 def test_findings_of_a_graph_are_what_it_takes() -> None:
     found = compilation()
     found.sites = [site("up")]
-    found.extra_inputs = [gradient(0), page(3), TakesPart(), gradient(1), ReadWhole(parameters=(0,))]
+    found.extra_inputs = [gradient(0), page(3), JoinsReduction(), gradient(1), ReadWhole(parameters=(0,))]
     findings = Findings().and_those_of(found)
     assert [s.fqn for s in findings.sites] == ["up"]
     assert not findings.has_subgraphs
@@ -115,9 +115,9 @@ def test_a_subgraph_adds_its_sites_and_no_inputs() -> None:
 
 def test_findings_of_one_class_are_one_list() -> None:
     found = compilation()
-    found.found(Gradient).append(gradient(0))
-    assert found.found(Gradient) == [gradient(0)]
-    assert found.found(PageLayout) == []
+    found.results(Gradient).append(gradient(0))
+    assert found.results(Gradient) == [gradient(0)]
+    assert found.results(PageLayout) == []
 
 
 def test_sites_of_other_kinds_add_up_by_the_class_of_their_rows() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from fp8graph import Float8CurrentScaling, Policy, Rule, hardware
 from fp8graph.errors import UnsupportedRecipeError
-from fp8graph.ir.decisions import Arrived, Decisions, stable_text
+from fp8graph.ir.decisions import Decisions, GatheredInFP8, stable_text
 from fp8graph.ir.naming import Parameter, Place, names_of, possible_names
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
@@ -54,7 +54,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "disabled": {"region": region_of(DISABLED)},
     "group": {"amax_group": "0"},
     "a recipe that reduces amaxes": {"policy": Policy([Rule("no", "delayed")], default="tensorwise").resolved()},
-    "condition": {"conditions": (Arrived(frozenset({0})),)},
+    "condition": {"conditions": (GatheredInFP8(frozenset({0})),)},
     "target": {"settings": Settings(target="sm_90")},
     "save": {"settings": Settings(save="memory")},
 }

@@ -18,7 +18,7 @@ def passed_to_fold(kind: str) -> tuple[fx.Graph, dict[fx.Node, int], Compilation
     x = torch.randn(16, 384, dtype=torch.bfloat16, requires_grad=True)
     graph, compilation = passed(stored(kind, 256, 384), x, last="fold", policy=ALL)
     placeholders = graph.find_nodes(op="placeholder")
-    parameters = {node: index for index, node in enumerate(placeholders) if index in compilation.known.parameters}
+    parameters = {node: index for index, node in enumerate(placeholders) if index in compilation.facts.parameters}
     return graph, parameters, compilation
 
 

@@ -27,7 +27,7 @@ def why_not(module: Any, recipe: str = "tensorwise") -> str | None:
 
 
 def reason(compilation: Compilation, recipe: str = "tensorwise") -> str | None:
-    (attention,) = compilation.found(Found)
+    (attention,) = compilation.results(Found)
     found = resolve_recipe(recipe)
     assert found is not None
     return why_not_quantized(attention, found, compilation)
@@ -71,7 +71,7 @@ def test_tokens_that_the_data_choose() -> None:
 
 def test_a_backward_of_other_tensors() -> None:
     graph, compilation = passed(sdpa(), *qkv(), last="find_attention")
-    (backward,) = compilation.found(Found)[0].backward
+    (backward,) = compilation.results(Found)[0].backward
     backward.update_arg(1, next(node for node in graph.nodes if str(node.target).startswith("tangents")))
     assert reason(compilation) == "its backward does not read the same q, k and v as its forward"
 
@@ -102,5 +102,5 @@ def test_the_bodies_of_higher_order_ops(body: Any, training: bool) -> None:
 def test_a_body_whose_backward_is_a_graph_of_its_own() -> None:
     _, alone = passed(sdpa(), *qkv(), last="find_attention", subgraph=True)
     assert reason(alone) is None
-    alone.found(Found)[0].backward = ()  # in another graph, to which the logsumexp goes
+    alone.results(Found)[0].backward = ()  # in another graph, to which the logsumexp goes
     assert str(reason(alone)).startswith("the backward of a higher-order op is a graph of its own")

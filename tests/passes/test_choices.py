@@ -106,7 +106,10 @@ def test_kept_weights_cost_nothing_and_gathered_ones_are_not_kept() -> None:
     cases: list[Any] = [(True, (), STORES), (False, (), STORES), (True, {0}, STORES), (True, (), ())]  # nothing keeps
     for cache_weights, gathered, stores in cases:
         torch._dynamo.reset()
-        more: dict[str, Any] = {"facts": {store.name: {} for store in stores}, "gathered": frozenset(gathered)}
+        more: dict[str, Any] = {
+            "parameter_facts": {store.name: {} for store in stores},
+            "gathered": frozenset(gathered),
+        }
         settings = Settings(target="sm_90", cache_weights=cache_weights)
         policy = Policy(default="tensorwise", min_speedup=0)
         _, found = passed(module, x, last="assign", policy=policy, settings=settings, **more)

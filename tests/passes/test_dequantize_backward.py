@@ -363,7 +363,7 @@ def test_a_gathered_weight_is_quantized_again() -> None:
     x, policy = torch.randn(16, 32, requires_grad=True), everywhere(DEQUANTIZED)
     sharded = {GatheredWeight.store: {0: Shard(24, "for a test")}}
     for gathered in (frozenset[int](), frozenset({0})):
-        known: dict[str, Any] = {"gathered": gathered, "facts": sharded, "training": True}
+        known: dict[str, Any] = {"gathered": gathered, "parameter_facts": sharded, "training": True}
         graph, _ = passed(module, x, last="save_for_backward", policy=policy, **known)
         text = graph_text(graph)
         backward = text.partition("# backward\n")[2]

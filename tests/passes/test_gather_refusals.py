@@ -96,9 +96,9 @@ def test_all_ranks_that_gather_must_reduce_together(
 ) -> None:
     monkeypatch.setattr(gather_path.collectives, "ranks_of", frozenset)
     node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe, is_weight=False)]})
-    compilation: Any = SimpleNamespace(known=facts_of(Policy(), amax_group=reducing))
+    compilation: Any = SimpleNamespace(facts=facts_of(Policy(), amax_group=reducing))
     assert gather_path.scale_may_differ(node, gathering, compilation) is may_differ
-    begins: Any = SimpleNamespace(known=facts_of(Policy(), amax_group=reducing, conditions=(InitialScales(),)))
+    begins: Any = SimpleNamespace(facts=facts_of(Policy(), amax_group=reducing, conditions=(InitialScales(),)))
     assert gather_path.scale_may_differ(node, gathering, begins)  # each rank has the amax of its shard
 
 

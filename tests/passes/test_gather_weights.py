@@ -33,14 +33,14 @@ def reasons(module: nn.Module, recipe: Any, shard: Any = (128, None), last: str 
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     graph, found = passed(module.bfloat16(), x, last=last, policy=policy)
     parameters = {
-        node: index for node, index in graph_inputs(graph) if index is not None and index in found.known.parameters
+        node: index for node, index in graph_inputs(graph) if index is not None and index in found.facts.parameters
     }
-    known = dataclasses.replace(
-        found.known,
+    facts = dataclasses.replace(
+        found.facts,
         training=True,
-        facts={GatheredWeight.store: dict.fromkeys(parameters.values(), Shard(*shard))},
+        parameter_facts={GatheredWeight.store: dict.fromkeys(parameters.values(), Shard(*shard))},
     )
-    return [*why_not_sent(graph, parameters, dataclasses.replace(found, known=known)).values()]
+    return [*why_not_sent(graph, parameters, dataclasses.replace(found, facts=facts)).values()]
 
 
 class Checkpointed(nn.Linear):

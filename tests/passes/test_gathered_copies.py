@@ -16,7 +16,7 @@ from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics.formats import table_of
 from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, quantizes_rows
-from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.passes.hoist_weights import CachedWeight
 from fp8graph.recipes import resolve_recipe
 from helpers import passed
 
@@ -33,12 +33,12 @@ class Joined(nn.Module):
         return self.a(x).sum() * self.b(x).sum()
 
 
-def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> KeptWeight:
+def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> CachedWeight:
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=training)
     with torch.set_grad_enabled(training):
         _, found = passed(module.bfloat16(), x, last="hoist_weights", policy=Policy(default=recipe, min_speedup=0))
     (weight,) = found.extra_inputs
-    assert isinstance(weight, KeptWeight)
+    assert isinstance(weight, CachedWeight)
     return weight
 
 

@@ -17,22 +17,22 @@ from fp8graph.compat import aot
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.decisions import Arrived
+from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
 from fp8graph.ir.nodes import OPERAND_KEY, nodes
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.weight_graphs import TakenWeight
+from fp8graph.ir.weight_graphs import WeightInput
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, gather_weights
-from fp8graph.passes.hoist_weights import KeptWeight, hoist_weights, may_keep_weights
+from fp8graph.passes.hoist_weights import CachedWeight, hoist_weights, may_keep_weights
 from helpers import ALL, MLP, Weight, brief, eager_backend, facts_of, first_fast, graph_text, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
-ARRIVED = (Arrived(frozenset({0})),)
+ARRIVED = (GatheredInFP8(frozenset({0})),)
 
 
 def x(*shape: int, requires_grad: bool = False) -> Tensor:
@@ -163,7 +163,7 @@ def test_a_buffer_stays_in_the_graph() -> None:
 # A graph by hand: what the backend knows beforehand (spare inputs, gathered parameters) is then the test's.
 
 
-SHARDED: dict[str, Any] = {"gathered": frozenset({0}), "facts": {GatheredWeight.store: {0: Shard(24, None)}}}
+SHARDED: dict[str, Any] = {"gathered": frozenset({0}), "parameter_facts": {GatheredWeight.store: {0: Shard(24, None)}}}
 
 
 def a_weight_and_spares(spares: int) -> fx.Graph:
@@ -182,7 +182,7 @@ def a_weight_and_spares(spares: int) -> fx.Graph:
 
 def compilation(spares: int = 2, **known: Any) -> Compilation:
     known = {"parameters": {0: Parameter(source="L['self'].w", index=0)}, "settings": Settings(), **known}
-    return Compilation(known=facts_of(ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known))
+    return Compilation(facts=facts_of(ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known))
 
 
 def test_a_graph_by_hand() -> None:
@@ -190,7 +190,7 @@ def test_a_graph_by_hand() -> None:
     hoist_weights(graph, known)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     (weight,) = known.extra_inputs
-    assert type(weight) is KeptWeight
+    assert type(weight) is CachedWeight
     assert (weight.parameters, weight.outputs, weight.layouts) == ((0,), ("rowwise", "scale_inv"), ((16, 16), ()))
     assert brief(graph_text(weight.quantizing)) == (
         "input0: f32[48, 32]\n"
@@ -207,7 +207,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     before = graph_text(graph)
     hoist_weights(graph, known)
     assert graph_text(graph) == before
-    assert known.known.spares.wanted == 2
+    assert known.facts.spares.wanted == 2
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_weight_is_not_hoisted(known: dict[str, Any]) -> None:
     if may_keep_weights(graph, refused):
         hoist_weights(graph, refused)
     assert graph_text(graph) == before
-    assert not any(isinstance(each, TakenWeight) for each in refused.extra_inputs)
-    assert refused.known.spares.wanted == 0
+    assert not any(isinstance(each, WeightInput) for each in refused.extra_inputs)
+    assert refused.facts.spares.wanted == 0
 
 
 def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
@@ -254,7 +254,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
     assert found.extra_inputs[-1] == ReadWhole(parameters=(0,))
 
 
-def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[KeptWeight]:
+def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[CachedWeight]:
     """The inputs that a graph of ``body`` takes, as the backend finds them."""
     backend = Backend(policy, compiler="eager", cache_weights="update")
     model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
-from fp8graph.passes.fuse_linears import Linear, key_of, linears_of, why_apart
+from fp8graph.passes.fuse_linears import Linear, fusion_key, linears_of, why_not_fused
 from gathers import gather, report_of, two_ranks
 from helpers import ALL, Two, Weight, passed, view_of
 
@@ -33,7 +33,7 @@ def test_linears_of_one_kind_have_equal_keys_and_one_input() -> None:
     assert list(gate.gemms) == list(up.gemms)
     assert set(gate.gemms) == {"fprop", "dgrad", "wgrad"}
     assert gate.x == up.x
-    assert key_of(gate) == key_of(up)
+    assert fusion_key(gate) == fusion_key(up)
     assert set(gate.quantized()) == {("fprop", "b"), ("dgrad", "a"), ("dgrad", "b"), ("wgrad", "a")}  # all but x
 
 
@@ -63,13 +63,13 @@ def test_gemms_in_another_order() -> None:
     """Of a module whose backward somebody wrote by hand."""
     gate, up = linears(Two())
     turned = dataclasses.replace(up, gemms=dict(reversed(up.gemms.items())))
-    assert why_apart(turned, [gate, turned]) == "it differs from gate in the order in which backward runs its GEMMs"
+    assert why_not_fused(turned, [gate, turned]) == "it differs from gate in the order in which backward runs its GEMMs"
 
 
 def test_nothing_is_said_of_linears_that_are_refused_themselves() -> None:
     gate, up = linears(Two(72))
     assert up.refusal == "its output size 72 is not a multiple of 16: pad it"
-    assert why_apart(gate, [gate, up]) == "the others that read its input cannot be joined with it"
+    assert why_not_fused(gate, [gate, up]) == "the others that read its input cannot be joined with it"
 
 
 def frozen() -> nn.Module:

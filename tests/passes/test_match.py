@@ -19,7 +19,7 @@ from helpers import MLP, NONE, Weight, facts_of, view_of
 def sites_of(module: Any, *args: Tensor) -> list[Site]:
     """The sites that match finds in the joint graph of ``module(*args)``."""
     graph = view_of(module, *args, policy=NONE).module.graph
-    compilation = Compilation(known=facts_of(Policy(default=None)))
+    compilation = Compilation(facts=facts_of(Policy(default=None)))
     match(graph, compilation)
     return compilation.sites
 

@@ -32,7 +32,7 @@ def test_a_weight_that_stays() -> None:
     before, _ = passed(linear(), torch.randn(16, 32), last="hoist_weights", settings=IN_GRAPH)
     assert graph_text(graph) == graph_text(before)
     (weight,) = noted(found)
-    (source,) = (index for index in found.known.parameters)
+    (source,) = (index for index in found.facts.parameters)
     assert (weight.parameters, weight.outputs) == ((source,), ("rowwise", "scale_inv"))
     text = graph_text(weight.quantizing).splitlines()
     assert text[0] == "input0: f32[48, 32]"
@@ -55,7 +55,7 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
 
 def test_a_weight_that_fsdp2_gathers_is_noted_as_any_other() -> None:
     _, plain = passed(linear(), torch.randn(16, 32), last="note_weights", settings=IN_GRAPH)
-    gathered = frozenset(plain.known.parameters)
+    gathered = frozenset(plain.facts.parameters)
     _, found = passed(linear(), torch.randn(16, 32), last="note_weights", settings=IN_GRAPH, gathered=gathered)
     (expected,), (weight,) = noted(plain), noted(found)
     assert weight.parameters == expected.parameters

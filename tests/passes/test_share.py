@@ -119,7 +119,7 @@ def test_sharing_changes_no_bit() -> None:
     def backend(pipeline: Any) -> Any:
         def run(graph: Any) -> None:
             # Without a map of parameters every matmul is a "matmul" site: the rule asks for all.
-            compilation = Compilation(known=facts_of(Policy([Rule("*", "tensorwise", op="*")])))
+            compilation = Compilation(facts=facts_of(Policy([Rule("*", "tensorwise", op="*")])))
             for each in pipeline:
                 if each.needed(graph, compilation):
                     each.run(graph, compilation)

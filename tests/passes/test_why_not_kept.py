@@ -33,7 +33,7 @@ def quantized(module: nn.Module, operand: str, last: str = "share", **known: Any
 
 def sharded(reason: str | None) -> dict[str, Any]:
     """The facts about the one parameter, if FSDP2 gathers it."""
-    return {"gathered": frozenset({0}), "facts": {GatheredWeight.store: {0: Shard(24, reason)}}}
+    return {"gathered": frozenset({0}), "parameter_facts": {GatheredWeight.store: {0: Shard(24, reason)}}}
 
 
 def test_a_plain_weight_has_no_reason() -> None:

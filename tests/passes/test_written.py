@@ -61,7 +61,7 @@ def test_a_rehearsal_of_a_stage_sees_no_weight_whose_scale_was_loaded(monkeypatc
     backend = eager_backend(None, recipe="delayed", cache_weights=True)
     backend.load_state_dict({**state, name: state[name] / 2})
     with monkeypatch.context() as patch:
-        patch.setattr(RankGroups, "rehearses", lambda _: True)
+        patch.setattr(RankGroups, "is_dry_run", lambda _: True)
         (run := torch.compile(model, backend=backend))(x)
     with torch.no_grad():
         model.weight.copy_(model.weight.clone())

@@ -114,10 +114,10 @@ def test_ungrouped_replicas_of_a_stage_are_warned_of(found: Callable[[str], list
 
 def test_outside_of_a_pipeline_nothing_is_restricted() -> None:
     groups = RankGroups()
-    groups.look()
+    groups.detect_stage()
     assert groups.in_stage is None
     assert groups.now() is None  # without torch.distributed there is one rank
-    assert not groups.rehearses()
+    assert not groups.is_dry_run()
     assert not groups.same_in_stage(None)
 
 

@@ -24,7 +24,7 @@ from fp8graph import Backend, Policy, numerics
 from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.decisions import Decisions
 from fp8graph.ir.edit import sign
 from fp8graph.ir.naming import Parameter, graph_inputs
@@ -215,7 +215,7 @@ def around(view: GraphView, name: str) -> tuple[str, str]:
 def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) -> tuple[fx.Graph, Compilation]:
     """The joint graph of ``module(*args)`` after the passes up to ``last``, run by hand, and what they found in it.
 
-    ``known``: fields of :class:`Known`. There are no spare inputs, so passes that want some leave the graph as it is.
+    ``known``: fields of :class:`GraphFacts`. Passes that want spare inputs leave the graph as it is: there are none.
     """
     pipeline = inductor_passes.JOINT_PIPELINE
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +227,7 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     sources = {index: source for (_, index), source in inputs if index is not None}
     parameters = {i: Parameter(source=s, index=i) for i, s in sources.items() if "_parameters[" in s}
     facts: dict[str, Any] = {"sources": tuple(sources[i] for i in sorted(sources)), "parameters": parameters, **known}
-    compilation = Compilation(known=facts_of(policy, **facts))
+    compilation = Compilation(facts=facts_of(policy, **facts))
     for each in pipeline:
         if each.needed(graph, compilation):
             each.run(graph, compilation)
@@ -237,10 +237,10 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     raise ValueError(f"no pass is called {last!r}")
 
 
-def facts_of(policy: Policy, **fields: Any) -> Known:
-    """The facts of a graph, of the fields of :class:`Known` and of :class:`Decisions`."""
+def facts_of(policy: Policy, **fields: Any) -> GraphFacts:
+    """The facts of a graph, of the fields of :class:`GraphFacts` and of :class:`Decisions`."""
     deciding = {name: fields.pop(name) for name in Decisions.__dataclass_fields__.keys() & fields.keys()}
-    return Known(decisions=Decisions(policy=policy, **deciding), **fields)
+    return GraphFacts(decisions=Decisions(policy=policy, **deciding), **fields)
 
 
 def inputs_of(view: GraphView, module: nn.Module, x: Tensor) -> list[Tensor]:

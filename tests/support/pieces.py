@@ -19,7 +19,7 @@ from fp8graph.ir.quantize_node import call, names
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import QuantizeArguments
 from fp8graph.recipes import Recipe
-from fp8graph.runtime.rank_groups import together
+from fp8graph.runtime.rank_groups import fail_together
 from helpers import bits
 
 PLACEMENTS: dict[str, Any] = {
@@ -76,12 +76,12 @@ def disagree(rank: int) -> list[str]:
     mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), list[str]()
     for error in (True, False):
         try:
-            with together(mesh) as lines:
+            with fail_together(mesh) as lines:
                 if error and rank == 1:
                     raise ConfigError("its model was not called.")
                 lines += ["q: rowwise", f"k: {'rowwise' if rank == 0 else 'mxfp8'}"]
         except ConfigError as raised:
             said.append(str(raised))
-    with together(mesh) as lines:
+    with fail_together(mesh) as lines:
         lines += ["q: rowwise"]
     return said

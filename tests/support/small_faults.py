@@ -1089,8 +1089,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the facts about parameters are missing in a cache key",
         f"{_BACKEND}/dynamo_graph.py",
-        "digest.update(repr(self.facts).encode())",
-        "digest.update(repr([*self.facts]).encode())",
+        "digest.update(repr(self.parameter_facts).encode())",
+        "digest.update(repr([*self.parameter_facts]).encode())",
         ("tests/backend/test_compiling.py",),
     ),
     Fault(
@@ -1553,7 +1553,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the option fuse_linears is ignored",
         "passes/fuse_linears.py",
-        "return compilation.known.settings.fuse_linears",
+        "return compilation.facts.settings.fuse_linears",
         "return True",
         ("tests/passes/test_fuse_linears.py",),
     ),
@@ -1567,7 +1567,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "why linears stay apart never reaches the report",
         "passes/fuse_linears.py",
-        'compilation.refuse("one GEMM", linear.site, linear.refusal or why_apart(linear, linears))',
+        'compilation.refuse("one GEMM", linear.site, linear.refusal or why_not_fused(linear, linears))',
         "pass",
         ("tests/passes/test_fuse_linears.py",),
     ),
@@ -1644,8 +1644,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the whole of a gathered weight is kept",
         "passes/hoist_weights/__init__.py",
-        "known.parameters.keys() - known.gathered if known.keeps_weights",
-        "known.parameters.keys() if known.keeps_weights",
+        "facts.parameters.keys() - facts.gathered if facts.keeps_weights",
+        "facts.parameters.keys() if facts.keeps_weights",
         ("tests/passes/test_hoist_weights.py",),
     ),
     Fault(
@@ -1665,7 +1665,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "save='memory' is ignored",
         "passes/save_for_backward.py",
-        'if compilation.known.settings.save == "memory" or by_row or sharded:',
+        'if compilation.facts.settings.save == "memory" or by_row or sharded:',
         "if by_row or sharded:",
         ("tests/passes/test_save_for_backward.py",),
     ),
@@ -1714,8 +1714,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the option reduce_amax is ignored",
         "passes/connect_scales/__init__.py",
-        "group=compilation.known.decisions.amax_group if recipe.reduce_amax and not in_graph else None,",
-        "group=compilation.known.decisions.amax_group if not in_graph else None,",
+        "group=compilation.facts.decisions.amax_group if recipe.reduce_amax and not in_graph else None,",
+        "group=compilation.facts.decisions.amax_group if not in_graph else None,",
         ("tests/passes/test_connect_scales.py", "tests/passes/test_amax_reduction.py"),
     ),
     Fault(

@@ -57,12 +57,12 @@ FEATURES: dict[str, Feature] = {
         places=("passes/attention/", "fp8graph/compat/attention.py", "fp8graph/planning/", "fp8graph/integrations/"),
     ),
     "delayed scaling": Feature(
-        names="DelayedScaling|[Dd]elayed|PageLayout|TakesPart|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"
+        names="DelayedScaling|[Dd]elayed|PageLayout|JoinsReduction|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"
         "|reduce_amax|amax_group|history",
         places=("passes/connect_scales", "fp8graph/numerics/history.py", "fp8graph/numerics/scalings/delayed.py"),
     ),
     "weight copies": Feature(
-        names="KeptWeight|hoist_weights|note_weights|weight_cache|cache_weights|keeps_weights"
+        names="CachedWeight|hoist_weights|note_weights|weight_cache|cache_weights|keeps_weights"
         "|refresh_weights|weight_bytes",
         places=("passes/hoist_weights", "passes/gather_weights/"),
     ),
