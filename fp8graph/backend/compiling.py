@@ -88,6 +88,10 @@ class Variant:
             site = moved.get((GemmRecord, refused.fqn, refused.index))  # None: of an op that has no site
             return refused if site is None else dataclasses.replace(refused, fqn=site.fqn, index=site.index)
 
+        def is_wanted(refused: RefusalRecord) -> bool:
+            """Whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
+            return refused.what != "FP8" or any(decisions.policy.resolve(refused.fqn, "linear").recipes.values())
+
         findings = dataclasses.replace(
             self.findings,
             sites=sites[GemmRecord],
@@ -98,7 +102,7 @@ class Variant:
             self.view,
             gemms=tuple(map(explain, self.view.gemms)),
             others=tuple(map(explain, self.view.others)),
-            refusals=tuple(map(refusal, self.view.refusals)),
+            refusals=tuple(filter(is_wanted, map(refusal, self.view.refusals))),
             policy=decisions.policy.identity(),
         )
         return dataclasses.replace(self, findings=findings, view=view)

@@ -113,24 +113,24 @@ class Decisions:
         by_user = region.recipe is not None
         return Resolution(recipes, source=region.source, by="region", rule=resolution.rule, by_user=by_user)
 
-    def key(self, sites: Iterable[Site]) -> Hashable:
+    def key(self, sites: Iterable[Site]) -> tuple[Hashable, tuple[Hashable, ...], Hashable]:
         """Return a value that is equal where the code for ``sites`` is: all the answers, and what decides beside them.
 
         Linears of one module may be fused, so that it says which of the sites share a module.
         """
         modules: dict[str, int] = {}
+        places: list[Hashable] = []
         answers: list[Hashable] = []
         for site in sites:
-            module = modules.setdefault(site.fqn.rpartition(".")[0], len(modules))
-            says = tuple(each.says_of(site.fqn) for each in self.conditions)
-            answers.append((module, site.index, self.of(site).key, says))
+            places.append((modules.setdefault(site.fqn.rpartition(".")[0], len(modules)), site.index))
+            answers.append((self.of(site).key, tuple(each.says_of(site.fqn) for each in self.conditions)))
         settings = self.settings
         rest = (
             (self.policy.min_speedup, self.policy.keep_heads, self.amax_group, self.reduces_amaxes),
             tuple(each.for_all for each in self.conditions),
             (settings.strict, *settings.decisions().values(), settings.hardware, settings.cuda_graphs),
         )
-        return tuple(answers), rest
+        return tuple(places), tuple(answers), rest
 
     def text(self, names: Iterable[str]) -> str:
         """Return the key as a text that other processes understand, of a graph whose sites may have these ``names``.
@@ -148,7 +148,9 @@ class Decisions:
             for name, op in every
         ]
         regions = sorted((str(text), region) for text, region in self.regions.items())
-        return stable_text((self.key(sites), regions))
+        places, answers, rest = self.key(sites)
+        numbers = {answer: number for number, answer in enumerate(dict.fromkeys(answers))}  # thousands are a few
+        return stable_text((places, [numbers[answer] for answer in answers], [*numbers], rest, regions))
 
     @functools.cached_property
     def recipes(self) -> frozenset[Recipe]:

@@ -75,7 +75,7 @@ _KNOWN: Final = ("aten", "prims", "fp8graph", "_c10d_functional", "c10d", "c10d_
 
 
 def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
-    """Say in the report which ops are left as they are, where a linear in their place would be in FP8."""
+    """Say which ops are left as they are. The report has those where a linear in their place would be in FP8."""
     inputs = dict(graph_inputs(graph))
     matrices = {  # of weights in FP8 the pass `recognize` reports
         node
@@ -99,9 +99,8 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
                 f"{target.namespace}.{name} reads a parameter with two or more dims, and is no op of torch: fp8graph "
                 "does not look into it. If it multiplies by the parameter, F.linear in its place would be in FP8"
             )
-        _, path = split_source(module_path(node))
-        if reason and any(compilation.facts.decisions.policy.resolve(path, "linear").recipes.values()):
-            compilation.refuse_at("FP8", path, 0, reason)
+        if reason:
+            compilation.refuse_at("FP8", split_source(module_path(node))[1], 0, reason)
 
 
 def _origin(node: fx.Node) -> fx.Node:

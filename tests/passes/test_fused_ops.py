@@ -54,6 +54,21 @@ def test_a_bilinear_layer() -> None:
     assert refusal.reason.startswith("aten._trilinear multiplies by weights inside one op of torch: ")
 
 
+def test_a_later_policy_decides_about_its_row() -> None:
+    """The linear runs the same code under both: what is said of other layers is not part of it."""
+    backend, model = eager_backend(Policy([Rule("mixes", None)])), nn.Sequential(nn.Linear(64, 64), Bilinear())
+    run, x = torch.compile(model, backend=backend), torch.randn(2, 16, 64)
+    with torch.no_grad():
+        run(x)
+        assert [refusal.fqn for refusal in backend.report.refusals] == ["1.mixes"]
+        for policy, fqns in ((Policy([Rule("1.mixes", None)]), []), (Policy(), ["1.mixes"])):
+            backend.set_policy(policy)
+            run(x)
+            assert [refusal.fqn for refusal in backend.report.refusals] == fqns
+    (graph,) = backend.programs
+    assert len(graph._compiled) == 1
+
+
 def test_a_matmul_with_another_result_dtype() -> None:
     """torch has it on GPUs, without gradients."""
 

@@ -188,8 +188,8 @@ def test_set_policy_is_obeyed_where_long_expressions_differ_at_their_ends() -> N
     assert left == [{"up"}, {"down"}]
 
 
-def test_a_name_means_what_it_stands_for_when_the_policy_is_used() -> None:
-    """A name that is registered anew is a change of the policy."""
+def test_the_identity_of_a_policy_has_the_recipes_of_its_names() -> None:
+    """Of a policy that was not given to a backend yet: names are looked up there."""
     fp8graph.register_recipe("test_policy_identity", Float8CurrentScaling())
     policy = Policy(default="test_policy_identity")
     before = policy.identity()

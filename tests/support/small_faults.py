@@ -1131,8 +1131,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "layers share code whatever the conditions say of them",
         "fp8graph/ir/decisions.py",
-        "answers.append((module, site.index, self.of(site).key, says))",
-        "answers.append((module, site.index, self.of(site).key))",
+        "answers.append((self.of(site).key, tuple(each.says_of(site.fqn) for each in self.conditions)))",
+        "answers.append((self.of(site).key,))",
         ("tests/passes/test_observe.py", "tests/passes/test_statistics.py"),
     ),
     Fault(
