@@ -135,7 +135,7 @@ class CompiledGraph:
     def calls(self) -> Iterator[tuple[dict[int, int], Findings]]:
         """The ids of the parameters of its calls under the present policy, by input, with the findings of its graph."""
         _, present = self._services.policies.of(self._graph.families)
-        every = sorted(itertools.chain(*self._calls.values()), key=lambda call: call.turn)
+        every = sorted(itertools.chain(*list(self._calls.values())), key=lambda call: call.turn)
         last = {call.parameters: call for call in every if call.is_alive()}
         for parameters, call in last.items():
             if call.policy == present:
@@ -143,7 +143,7 @@ class CompiledGraph:
 
     def runs(self, parameters: Collection[int]) -> bool:
         """Whether it was called with one of the parameters that have these ids."""
-        every = list(itertools.chain(*self._calls.values()))
+        every = list(itertools.chain(*list(self._calls.values())))
         return any(call.is_alive() and any(x in parameters for x in call.parameters) for call in every)
 
     def __call__(self, *args: Any) -> Any:
@@ -264,10 +264,15 @@ class CompiledGraph:
             conditions=conditions,
             turn=next(_turns),
         )
-        for other, calls in self._calls.items():
-            self._calls[other] = [each if each.epoch == epoch else each.released() for each in calls]
-        others = [each for each in self._calls.get(key, ()) if each.parameters != call.parameters]
-        self._calls[key] = [call, *others]
+        for calls in list(self._calls.values()):
+            for each in [each for each in calls if each.epoch not in (epoch, -1)]:
+                released = each.released()
+                if each in calls:
+                    calls[calls.index(each)] = released
+        calls = self._calls.setdefault(key, [])
+        _take_out(calls, lambda each: each.parameters == call.parameters)
+        calls.insert(0, call)
+        self._calls[key] = calls
         return call
 
     def _watch(self, key: tuple[int, Situation], parameters: Sequence[torch.Tensor]) -> list[weakref.ref[Any]]:
@@ -275,8 +280,9 @@ class CompiledGraph:
         calls = self._calls
 
         def forget(_: Any) -> None:
-            if left := [call for call in calls.pop(key, ()) if call.is_alive()]:
-                calls[key] = left
+            _take_out(calls.get(key, []), lambda call: not call.is_alive())
+            if not calls.get(key):
+                calls.pop(key, None)
 
         return [weakref.ref(life(parameter), forget) for parameter in parameters]
 
@@ -344,9 +350,10 @@ class CompiledGraph:
         findings = [variant.findings for variant in dropped]
         self._taken[:] = [taken for taken in self._taken if not any(taken is each for each in findings)]
         self.texts[:] = [view for view in self.texts if view.policy != policy]
-        for key in [*self._calls]:
-            if left := [call for call in self._calls.pop(key, ()) if call.policy != policy]:
-                self._calls[key] = left
+        for key, calls in list(self._calls.items()):
+            _take_out(calls, lambda call: call.policy == policy)
+            if not calls:
+                self._calls.pop(key, None)
         _forget(self._services, findings)
 
     def _arrived(self, args: Sequence[Any]) -> dict[int, Any]:
@@ -382,6 +389,13 @@ class CompiledGraph:
         if self._strict:
             check_records(variant.view.decisions)
         return variant
+
+
+def _take_out(calls: list[BoundCall], is_over: Callable[[BoundCall], bool]) -> None:
+    """Take calls out of a list, in place: others may go at any moment, when a parameter of theirs is freed."""
+    for call in [*calls]:
+        if is_over(call) and call in calls:
+            calls.remove(call)
 
 
 def _text(variant: Variant) -> GraphView:
