@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import re
@@ -97,7 +96,7 @@ class Backend(BackendMethods):
             schedule=Schedule(policies, steps),
             steps=steps,
             groups=RankGroups(),
-            compile=functools.partial(_compile_weights, self.settings),
+            compile=self.compile_weights,
             kinds=STORES,
         )
         self.programs: Final = CompiledGraphs()
@@ -151,6 +150,11 @@ class Backend(BackendMethods):
     def inner_compile(self) -> Callable[..., Any] | None:
         """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
         return run_eagerly if self.settings.compiler == "eager" else None
+
+    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """A function that quantizes weights. A CPU runs the reference: it has no launches to save."""
+        on_cpu = all(x.device.type == "cpu" for x in inputs)
+        return module if on_cpu or self.settings.compiler == "eager" else compile_dialect(module, inputs, self.settings)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -314,7 +318,7 @@ class Backend(BackendMethods):
     def arguments(self) -> dict[str, Any]:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
-        return {"policy": self.services.policies.whole, **settings}  # GPU and family decide again where it is loaded
+        return {"policy": self.services.policies.portable, **settings}  # GPU and family decide again where it is loaded
 
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use.
@@ -342,12 +346,6 @@ class Backend(BackendMethods):
         """Pickle the settings and the scaling state with the model, which is compiled again where it is loaded."""
         # as bytes: torch sends tensors to a process that it starts by their memory, which would be gone by then
         return _restored, (self.arguments(), pickle.dumps(self.state_dict()))
-
-
-def _compile_weights(settings: Settings, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Return a function that quantizes weights. A CPU runs the reference: it has no launches to save."""
-    on_cpu = all(x.device.type == "cpu" for x in inputs)
-    return module if on_cpu or settings.compiler == "eager" else compile_dialect(module, inputs, settings)
 
 
 def _restored(arguments: dict[str, Any], state: bytes) -> Backend:

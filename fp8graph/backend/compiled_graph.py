@@ -136,10 +136,9 @@ class CompiledGraph:
         """The ids of the parameters of its calls under the present policy, by input, with the findings of its graph."""
         _, present = self._services.policies.of(self._graph.families)
         every = sorted(itertools.chain(*list(self._calls.values())), key=lambda call: call.turn)
-        last = {call.parameters: call for call in every if call.is_alive()}
+        last = {call.parameters: call for call in every if call.is_alive() and call.policy == present}
         for parameters, call in last.items():
-            if call.policy == present:
-                yield dict(zip(self._graph.positions, parameters, strict=True)), call.findings
+            yield dict(zip(self._graph.positions, parameters, strict=True)), call.findings
 
     def runs(self, parameters: Collection[int]) -> bool:
         """Whether it was called with one of the parameters that have these ids."""
@@ -174,6 +173,8 @@ class CompiledGraph:
                 and (not call.ids or call.ids == identities(self._pick(args)))
                 and (call.fresh is None or call.fresh(args))
             ):
+                if call.policy is not self._policies[-1]:
+                    self._use(call.policy)
                 break
         else:
             with checkpointing.without_modes():

@@ -62,13 +62,31 @@ class Variant:
     view: GraphView  # without sources in its reasons (``Resolution.explain``) as long as it is under no names
 
     def key_under(self, decisions: Decisions, parameters: Mapping[int, Parameter]) -> Hashable:
-        """Return all that decides about its sites, as ``parameters`` call them: where it is equal, code is shared."""
-        sites = _renamed(self.findings, parameters)
-        keys = tuple((kind.__name__, decisions.key(sites[kind])) for kind in self.findings.by_kind)
-        return keys, tuple(each.bound for each in parameters.values()) if self.findings.has_subgraphs else ()
+        """Return all that decides about its sites, as ``parameters`` call them: where it is equal, code is shared.
+
+        Sites in graphs of higher-order ops keep their names and their reasons: these must be equal, too.
+        """
+        findings, bound = self.findings, [parameter.bound for parameter in parameters.values()]
+        sites = findings.by_kind if findings.has_subgraphs else _renamed(findings, parameters)
+        keys = tuple((kind.__name__, decisions.key(each)) for kind, each in sites.items())
+        if not findings.has_subgraphs:
+            return keys
+        return keys, tuple(bound), tuple(decisions.of(site).source for each in sites.values() for site in each)
 
     def under(self, decisions: Decisions, parameters: Mapping[int, Parameter]) -> Variant:
         """The same code with the names and the reasons of one layer, whose ``decisions`` are those of the code."""
+
+        def is_wanted(refused: RefusalRecord) -> bool:
+            """Whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
+            return refused.what != "FP8" or any(decisions.policy.resolve(refused.fqn, "linear").recipes.values())
+
+        policy = decisions.policy.identity()
+        if self.findings.has_subgraphs:
+            refusals = tuple(filter(is_wanted, self.view.refusals))
+            findings = dataclasses.replace(self.findings)  # stores know what each layer takes by its identity
+            return dataclasses.replace(
+                self, findings=findings, view=dataclasses.replace(self.view, refusals=refusals, policy=policy)
+            )
         sites = _renamed(self.findings, parameters)
         moved = {
             (kind, old.fqn, old.index): new
@@ -88,10 +106,6 @@ class Variant:
             site = moved.get((GemmRecord, refused.fqn, refused.index))  # None: of an op that has no site
             return refused if site is None else dataclasses.replace(refused, fqn=site.fqn, index=site.index)
 
-        def is_wanted(refused: RefusalRecord) -> bool:
-            """Whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
-            return refused.what != "FP8" or any(decisions.policy.resolve(refused.fqn, "linear").recipes.values())
-
         findings = dataclasses.replace(
             self.findings,
             sites=sites[GemmRecord],
@@ -103,22 +117,20 @@ class Variant:
             gemms=tuple(map(explain, self.view.gemms)),
             others=tuple(map(explain, self.view.others)),
             refusals=tuple(filter(is_wanted, map(refusal, self.view.refusals))),
-            policy=decisions.policy.identity(),
+            policy=policy,
         )
         return dataclasses.replace(self, findings=findings, view=view)
 
 
 def _renamed(findings: Findings, parameters: Mapping[int, Parameter]) -> dict[type[SiteRecord], tuple[Site, ...]]:
-    """The sites under the names of ``parameters``, by kind. Those in graphs of higher-order ops keep theirs."""
-    return {
-        kind: sites if findings.has_subgraphs else _called(sites, parameters)
-        for kind, sites in findings.by_kind.items()
-    }
-
-
-def _called(sites: Sequence[Site], parameters: Mapping[int, Parameter]) -> tuple[Site, ...]:
-    names = names_of([site.place for site in sites], parameters.values())
-    return tuple(dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True))
+    """The sites under the names of ``parameters``, by kind."""
+    renamed: dict[type[SiteRecord], tuple[Site, ...]] = {}
+    for kind, sites in findings.by_kind.items():
+        names = names_of([site.place for site in sites], parameters.values())
+        renamed[kind] = tuple(
+            dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)
+        )
+    return renamed
 
 
 def graph_facts(graph: DynamoGraph, decisions: Decisions, names: Sequence[str], spares: int = 0) -> GraphFacts:

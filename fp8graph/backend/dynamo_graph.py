@@ -100,7 +100,7 @@ class DynamoGraph:
 
     def layers(self) -> dict[str, str]:
         """The modules that the graph was traced through: full names of their classes, by name relative to the frame."""
-        stacks = (node.meta.get("nn_module_stack") or {} for node in self.module.graph.nodes)
+        stacks = (node.meta.get("nn_module_stack") or {} for node in _nodes(self.module))
         found = (entry for stack in stacks for entry in stack.values())
         return {split_source(path)[1]: class_name(owner) for path, owner in found}
 
@@ -137,7 +137,7 @@ class DynamoGraph:
 
     def possible_names(self, names: Sequence[str]) -> list[str]:
         """Every name that a site may have, if the parameters are called ``names``."""
-        stacks = (node.meta.get("nn_module_stack") or {} for node in self.module.graph.nodes)
+        stacks = (node.meta.get("nn_module_stack") or {} for node in _nodes(self.module))
         modules = dict.fromkeys(split_source(path) for stack in stacks for path, _ in stack.values())
         return possible_names(self.parameters(names).values(), modules)
 
@@ -151,7 +151,7 @@ class DynamoGraph:
         digest = hashlib.sha256()
         digest.update(repr((self._parameters, sorted(self.gathered))).encode())
         digest.update(repr(self.parameter_facts).encode())
-        for node in self.module.graph.nodes:
+        for node in _nodes(self.module):
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""
             digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
@@ -177,10 +177,17 @@ def module_classes(module: fx.GraphModule) -> Iterator[Any]:
             yield owner
 
 
+def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of a graph, and those of the bodies of its higher-order ops (checkpointed functions are such)."""
+    for each in module.modules():
+        if isinstance(each, fx.GraphModule):
+            yield from each.graph.nodes
+
+
 def regions_in(module: fx.GraphModule) -> dict[Any, Region | Fp8GraphError]:
     """The autocast regions in a graph, by their text, with the recipes that their names have now."""
     regions: dict[Any, Region | Fp8GraphError] = {}
-    for node in module.graph.nodes:
+    for node in _nodes(module):
         given = (node.meta.get("custom") or {}).get(REGION_KEY)
         if given is not None and given not in regions:
             try:

@@ -151,6 +151,7 @@ class JointPass(_Pass):
         self.others: tuple[OtherRecord, ...] = ()  # of sites that are no matmuls
         self.collectives: tuple[CollectiveRecord, ...] = ()
         self.refusals: tuple[RefusalRecord, ...] = ()
+        self._explained: tuple[SiteRecord, ...] = ()  # the rows of both, with the sources in their reasons
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
         self.findings = Findings()
@@ -186,6 +187,7 @@ class JointPass(_Pass):
                 self._check([compilation.explain(row) for row in compilation.rows[rows:]])
             texts[each.name] = text(graph)
             add_origins(self.origins, graph)
+        self._explained += tuple(map(compilation.explain, compilation.rows))
         self.records = (*(self.records or ()), *(row for row in compilation.rows if isinstance(row, GemmRecord)))
         self.others += tuple(row for row in compilation.rows if isinstance(row, OtherRecord))
         self.collectives = (*self.collectives, *collective_records(graph))
@@ -221,14 +223,20 @@ class JointPass(_Pass):
         return found
 
     def view(self, name: str) -> GraphView:
-        """The findings in the graph called ``name``, without sources in their reasons and without a policy."""
-        stages = self.stages
+        """The findings in the graph called ``name``, without a policy.
+
+        Its rows have no sources in their reasons, unless it has graphs of higher-order ops: these may have sites of
+        one name.
+        """
+        stages, apart = self.stages, self.findings.has_subgraphs
+        gemms = tuple(row for row in self._explained if isinstance(row, GemmRecord)) if apart else self.records or ()
+        others = tuple(row for row in self._explained if isinstance(row, OtherRecord)) if apart else self.others
         return GraphView(
             name=name,
             training=self.training,
             inputs=self.inputs,
-            gemms=self.records or (),
-            others=self.others,
+            gemms=gemms,
+            others=others,
             collectives=self.collectives,
             refusals=self.refusals,
             before=self.before,

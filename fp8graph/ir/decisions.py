@@ -140,11 +140,10 @@ class Decisions:
         ops = {op for rule in self.policy.rules for op in (OPS[:-1] if rule.op == "*" else (rule.op,))}
         nowhere = Place(root="", path="", parameter=None)
         every = [("", op) for op in OPS[:-1]] + [(name, op) for name in names for op in sorted(ops | {"linear"})]
-        # a region in the graph that returns to the policy is in none around the call
-        to_policy = [text for text, region in self.regions.items() if getattr(region, "recipe", None) is INHERIT][:1]
+        within = [text for text, region in self.regions.items() if isinstance(region, Region)]
         sites = [
             Site(place=nowhere, fqn=name, op=cast(Op, op), region=region)
-            for region in (None, *to_policy)
+            for region in (None, *within)
             for name, op in every
         ]
         regions = sorted((str(text), region) for text, region in self.regions.items())

@@ -2,7 +2,7 @@
 
 Inside compiled code, every node of the region, forward and backward, is annotated with a string
 (``torch.fx.traceback.annotate``). Outside it, Dynamo's guards cannot see the region: a thread-local stack holds it,
-and the compiled callable picks a variant at call time (``backend/program.py``).
+and the compiled callable picks a variant at call time (``backend/compiled_graph.py``).
 
 A region holds for the forwards that are called in it. A backward that is called in it may run forwards again
 (activation checkpointing): these have their own regions (``runtime/recomputation.py``).
@@ -10,13 +10,13 @@ A region holds for the forwards that are called in it. A backward that is called
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Never
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ class Region:
 
     def __str__(self) -> str:
         return self.given
+
+
+_known_regions: Final[WeakValueDictionary[Any, Region]] = WeakValueDictionary()
 
 
 class _Open(NamedTuple):
@@ -216,7 +219,6 @@ def region_of(given: str | Recipe) -> Region:
     return _region(recipe, given if isinstance(given, str) else type(recipe).__name__)
 
 
-@functools.lru_cache(maxsize=256)
 def _region(recipe: Recipe | None | Literal[Inherit.INHERIT], given: str) -> Region:
     """Return one object for equal regions: calls in them are compared by identity."""
-    return Region(recipe, given)
+    return _known_regions.setdefault((recipe, given), Region(recipe, given))

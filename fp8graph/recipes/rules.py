@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import fnmatch
 import re
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
@@ -164,9 +164,7 @@ class Rule:
 
     def resolved(self) -> Rule:
         """Return the rule with recipes in place of their names, as they are registered now."""
-        recipes = {name: getattr(self, name) for name in ("recipe", *GEMMS)}
-        given = {name: each if each is INHERIT else resolve_recipe(each) for name, each in recipes.items()}
-        return self if given == recipes else dataclasses.replace(self, **given)
+        return replace_recipes(self, lambda recipe: recipe if recipe is INHERIT else resolve_recipe(recipe))
 
     def to_dict(self) -> dict[str, Any]:
         """The rule as in a policy file: only the fields that differ from the defaults."""
@@ -185,6 +183,13 @@ class Rule:
         if self.reason:
             values["reason"] = self.reason
         return values
+
+
+def replace_recipes(rule: Rule, change: Callable[[Any], Any]) -> Rule:
+    """Return ``rule`` with ``change(recipe)`` in place of each of its recipes."""
+    before = {name: getattr(rule, name) for name in ("recipe", *GEMMS)}
+    after = {name: change(recipe) for name, recipe in before.items()}
+    return rule if before == after else dataclasses.replace(rule, **after)
 
 
 # In the reasons that passes write they stand for the rule, region or default that decided, which layers that share code

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, cast
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,14 +26,14 @@ from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import choices
 from fp8graph.models import extended
-from fp8graph.recipes import RecipeLike, resolve_recipe
+from fp8graph.recipes import GEMMS, RECIPE_NAMES, RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import WATCH, Policy, in_file, is_checkpoint, values_of_file
+from fp8graph.recipes.rules import replace_recipes
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import WeightUpdates
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
-_KEPT: Final = 16  # policies of which equal ones are the same object
 Arguments = Mapping[str, Sequence[str]]  # of the methods of a backend that a policy file has tables for
 
 
@@ -137,7 +138,7 @@ class Policies:
         self._target = target
         self._step = 0  # of training
         self._families: set[tuple[str, ...]] = {()}  # of all graphs so far
-        self._made: dict[str, ResolvedPolicy] = {}  # the last ones, by their identities
+        self._made: WeakValueDictionary[str, ResolvedPolicy] = WeakValueDictionary()  # by their identities
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
@@ -153,11 +154,7 @@ class Policies:
     def _take(self) -> None:
         """Take the policy as it is at the present step."""
         policy = self._resolved.at_step(self._step) if self.has_schedule else self._resolved
-        identity = policy.identity()
-        self.now = self._made.pop(identity, None) or ResolvedPolicy(policy, self._target)
-        self._made[identity] = self.now
-        if len(self._made) > _KEPT:
-            del self._made[next(iter(self._made))]
+        self.now = self._made.setdefault(policy.identity(), ResolvedPolicy(policy, self._target))
 
     def advance(self, step: int) -> None:
         """Take a policy with a schedule as it is at ``step``."""
@@ -167,8 +164,13 @@ class Policies:
 
     @property
     def whole(self) -> Policy:
-        """The policy as the user gave it, schedule and names of recipes included, if these mean the same by now."""
-        return self._given if self._given.resolved() == self._resolved else self._resolved
+        """The policy as the user gave it, schedule and names of recipes included, as far as these mean the same now."""
+        return _named(self._given, self._resolved, lambda name, recipe: resolve_recipe(name) == recipe)
+
+    @property
+    def portable(self) -> Policy:
+        """The same for another process, in which the user's own names may mean something else: without these."""
+        return _named(self._given, self._resolved, lambda name, _: name in RECIPE_NAMES)
 
     @property
     def scheduled(self) -> Policy | None:
@@ -193,12 +195,32 @@ class Policies:
     def lines(self) -> list[str]:
         """The policy in words, for a comparison with other ranks: of all steps, which need not be the same there."""
         policy = self._resolved if self.has_schedule else self.now.of(())[0]
-        rules = [f"rule {index} {rule!r}" for index, rule in enumerate(policy.rules)]
+        plain = [replace_recipes(rule, _name_if_built_in) for rule in policy.rules]
+        rules = [f"rule {index} {rule!r}" for index, rule in enumerate(plain)]
         heads = ["keep_heads"] if policy.keep_heads else []
-        return [*rules, f"default {policy.default!r}", f"min_speedup {policy.min_speedup}", *heads]
+        return [*rules, f"default {_name_if_built_in(policy.default)!r}", f"min_speedup {policy.min_speedup}", *heads]
 
 
 _log = logging.getLogger("fp8graph")
+
+
+def _named(given: Policy, resolved: Policy, keeps: Callable[[str, Any], bool]) -> Policy:
+    """``resolved`` as it was given, but for names of recipes that are not to be kept."""
+
+    def recipe_of(given: Any, resolved: Any) -> Any:
+        return given if not isinstance(given, str) or keeps(given, resolved) else resolved
+
+    rules = [
+        dataclasses.replace(a, **{name: recipe_of(getattr(a, name), getattr(b, name)) for name in ("recipe", *GEMMS)})
+        for a, b in zip(given.rules, resolved.rules, strict=True)
+    ]
+    return dataclasses.replace(given, rules=rules, default=recipe_of(given.default, resolved.default))
+
+
+def _name_if_built_in(recipe: Any) -> Any:
+    """A recipe under a name that means the same everywhere, if it has one: for people to read."""
+    return next((name for name in RECIPE_NAMES if resolve_recipe(name) == recipe), recipe)
+
 
 _STEP_KEY: Final = "fp8graph.step"  # of training, under a policy with a schedule
 

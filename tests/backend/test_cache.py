@@ -38,11 +38,11 @@ def counted(self, graph):
     original(self, graph)
 
 def without_fp8(content):
-    found = stored.Stored.loaded(content)
-    object.__setattr__(found.view.gemms[0], "recipe", None)
-    object.__setattr__(found.view.gemms[0], "execution", "high precision")
-    object.__setattr__(found.view.gemms[0], "reason", "test")
-    return found.dumped()
+    view, findings = stored.loaded(content)
+    object.__setattr__(view.gemms[0], "recipe", None)
+    object.__setattr__(view.gemms[0], "execution", "high precision")
+    object.__setattr__(view.gemms[0], "reason", "test")
+    return stored.dumped(view, findings)
 
 CHANGES = {
     "": lambda content: content,

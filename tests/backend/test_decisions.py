@@ -682,3 +682,82 @@ def test_calls_of_random_sequences_run_as_they_do_alone(part: int) -> None:
         assert_decided(operations, _alone)
 
     run_all()
+
+
+class InBody(nn.Module):
+    """A checkpointed function with a linear in a region, and a product without any parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.core = nn.Linear(32, 32, bias=False), Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(y: Tensor) -> Tensor:
+            with autocast(recipe="rowwise"):
+                z = self.up(y).relu()
+            return self.core(z)
+
+        return checkpoint(body, self.up(x), use_reentrant=False)
+
+
+class Core(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.t()
+
+
+def test_bodies_of_higher_order_ops_are_seen() -> None:
+    """Their regions have recipes, and the names of their sites are in the key of torch's cache."""
+    backend = eager_backend(Policy([Rule("core", "tensorwise", op="matmul")], default="tensorwise"))
+    torch.compile(InBody(), backend=backend)(torch.randn(32, 32)).sum().backward()
+    recipes = {(gemm.fqn, gemm.index): gemm.recipe for gemm in backend.report.gemms if gemm.gemm == "fprop"}
+    assert recipes == {("up", 0): "tensorwise", ("up", 1): "rowwise", ("core", 0): "tensorwise"}
+    (graph,) = backend.programs
+    assert {fqn for fqn, _ in recipes} <= {*graph._graph.possible_names(())}
+
+
+def test_a_policy_that_is_used_again_and_again_is_kept() -> None:
+    """Calls that are bound already count as uses."""
+    policies = [Policy([Rule("0", recipe)]) for recipe in ("rowwise", "tensorwise", "blockwise", "mxfp8", None)]
+    backend, model = eager_backend(None), nn.Sequential(nn.Linear(32, 32))
+    run, x = torch.compile(model, backend=backend), torch.randn(32, 32)
+    for policy in policies[1:]:
+        for each in (policies[0], policy):
+            backend.set_policy(each)
+            run(x)
+    before = backend.pass_seconds
+    backend.set_policy(policies[0])
+    run(x)
+    assert backend.pass_seconds == before
+    (graph,) = backend.programs
+    assert len(list(graph.calls())) == 1  # of the policy that is in force
+
+
+def test_a_policy_that_comes_back_after_many_others_has_its_rows_once() -> None:
+    backend, model = eager_backend(Policy()), nn.Sequential(nn.Linear(32, 32))
+    run, x = torch.compile(model, backend=backend), torch.randn(32, 32)
+    run(x)
+    rows = len(backend.report.gemms)
+    for number in range(40):
+        backend.set_policy(Policy([Rule(f"no{number}", None)]))
+    backend.set_policy(Policy())
+    run(x)
+    assert len(backend.report.gemms) == rows
+
+
+def test_a_guards_rules_stay_when_a_name_is_registered_again() -> None:
+    register_recipe(NAME, A)
+    backend = Backend(Policy([Rule("head", NAME)], default="tensorwise"), guard={"apply": True})
+    backend.store(Guarded).apply([(Rule("a", "rowwise"), "guard: a is rowwise")])
+    for _ in range(2):
+        assert backend.report.guard == ["guard: a is rowwise"]
+        assert "fp8graph.guard" in backend.state_dict()
+        register_recipe(NAME, B)
+
+
+def test_a_pickled_backend_takes_the_recipes_of_its_names_along() -> None:
+    """In the process that loads it the name may mean something else."""
+    register_recipe(NAME, A)
+    content = pickle.dumps(Backend(Policy([Rule("up", NAME)], default="rowwise")))
+    register_recipe(NAME, B)
+    policy = pickle.loads(content).policy
+    assert (policy.rules[0].recipe, policy.default) == (A, "rowwise")

@@ -84,6 +84,13 @@ def test_the_text_has_the_policy_where_a_region_in_the_graph_returns_to_it() -> 
     assert len(texts) == 2
 
 
+def test_the_text_has_the_policy_of_ops_that_no_region_covers() -> None:
+    """Within a region that is switched off around the call, one with a recipe leaves activations to the policy."""
+    around: dict[str, Any] = {"region": region_of(DISABLED), "regions": {"rowwise": region_of("rowwise")}}
+    rules = ([], [Rule("*", "tensorwise", op="matmul")], [Rule("*", "rowwise", op="matmul")])
+    assert len({Decisions(policy=Policy(each).resolved(), **around).text(["up"]) for each in rules}) == 3
+
+
 def test_sites_of_one_module_are_not_those_of_two() -> None:
     decisions = Decisions(policy=TENSORWISE)
     keys = [decisions.key([*map(site, names)]) for names in (("a.up", "a.gate"), ("b.up", "b.gate"), ("a.up", "b.up"))]

@@ -1145,14 +1145,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "two policies with equal rules are two",
         f"{_RUNTIME}/policies.py",
-        "self._made.pop(identity, None) or ResolvedPolicy",
-        "ResolvedPolicy",
+        "self._made.setdefault(policy.identity(), ResolvedPolicy(policy, self._target))",
+        "ResolvedPolicy(policy, self._target)",
         ("tests/backend/test_decisions.py",),
     ),
     Fault(
         "a region that returns to the policy is not in the key",
         "fp8graph/ir/decisions.py",
-        "for region in (None, *to_policy)",
+        "for region in (None, *within)",
         "for region in (None,)",
         ("tests/ir/test_decisions.py",),
     ),
