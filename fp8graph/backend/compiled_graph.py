@@ -108,8 +108,8 @@ class CompiledGraph:
         if inputs is not None:
             situation = self._situation(self._services.recomputations.of_call(is_made=False))
             first = self._first_conditions(situation, inputs)
-            variant = self._variant(self._whole(situation, first, self._arrived(inputs)), self._bound(inputs), inputs)
-            self._use(variant.view.policy)
+            self._variant(self._whole(situation, first, self._arrived(inputs)), self._bound(inputs), inputs)
+            self._use(situation.policy.of(graph.families)[1])
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class CompiledGraph:
             ids=identities(parameters) if for_these else b"",
             parameters=tuple(map(id, parameters)),
             alive=self._watch(key, parameters),
-            policy=variant.view.policy,
+            policy=self._policies[-1],
             findings=findings,
             conditions=conditions,
             turn=next(_turns),
@@ -330,16 +330,15 @@ class CompiledGraph:
         if variant is None:
             with self._graph.tracing():
                 variant = self._variant(situation, bound, self._graph.fake_inputs)
-        self._use(variant.view.policy)
+        self._use(situation.policy.of(self._graph.families)[1])
         return variant
 
     def _use(self, policy: str) -> None:
         """Note that calls run under ``policy`` now, and drop the variants of those that were last used long ago."""
-        if self._policies[-1:] != [policy]:
-            self._policies = [*(other for other in self._policies if other != policy), policy]
-            for old in self._policies[:-KEPT_POLICIES]:
-                self._drop(old)
-            del self._policies[:-KEPT_POLICIES]
+        self._policies = [*(other for other in self._policies if other != policy), policy]
+        for old in self._policies[:-KEPT_POLICIES]:
+            self._drop(old)
+        del self._policies[:-KEPT_POLICIES]
 
     def _drop(self, policy: str) -> None:
         """Free the variants for a policy alone, the data prepared for their calls, and their rows in the report."""

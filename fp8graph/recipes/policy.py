@@ -14,7 +14,6 @@ import math
 import os
 import re
 import stat
-import sys
 import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -203,7 +202,7 @@ class Policy:
             for rule in self.rules
         ]
         default = self._default_recipe()
-        return sys.intern(repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads)))
+        return repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads))
 
     def _default_recipe(self) -> Recipe | None:
         """The recipe that ``default`` stands for; None too where another policy's is meant."""
