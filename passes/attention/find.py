@@ -245,8 +245,8 @@ def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None
     """Something else that decides about the ops of this attention, or reads their results; None if nothing does."""
     if attention.written_out:
         own = [compilation.decisions[node] for node in (*attention.forward, *attention.backward)]
-        sources = [decision.resolution.source for decision in own if decision.recipe is not None]
-        return f"its matmuls are in FP8 already ({sources[0]})" if sources else None
+        # without the rule: layers that share this code may have it by another
+        return "its matmuls are in FP8 already" if any(decision.recipe is not None for decision in own) else None
     if compilation.facts.subgraph and not attention.backward and extra_results(attention):
         return "the backward of a higher-order op is a graph of its own, which would read q, k and v unquantized"
     return None

@@ -1074,10 +1074,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a call takes another amax group's variant",
-        f"{_BACKEND}/compiled_graph.py",
-        "services.policies.now, region, services.groups.now(), conditions\n        first",
-        "services.policies.now, region, None, conditions\n        first",
-        ("tests/runtime/test_rank_groups.py", "tests/passes/test_amax_reduction.py"),
+        "fp8graph/ir/decisions.py",
+        "self.policy.keep_heads, self.amax_group, self.reduces_amaxes",
+        "self.policy.keep_heads, self.reduces_amaxes",
+        ("tests/ir/test_decisions.py",),
     ),
     Fault(
         "layers share code although a rule asks for FP8 in one of them",

@@ -44,5 +44,5 @@ def test_the_tests_that_are_named_exist() -> None:
 
 def test_recorded_mutants_are_the_current_faults() -> None:
     rows = mutants.recorded()
-    assert {*rows} == {fault.name for fault in FAULTS}
+    assert {name: row["file"] for name, row in rows.items()} == {fault.name: fault.file for fault in FAULTS}
     assert {name for name, row in rows.items() if row["killed_by"] is None} == {*SURVIVORS}
