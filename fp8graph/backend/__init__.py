@@ -41,7 +41,7 @@ class NamedBackend:
         """``given``: the arguments of ``Backend`` that the name stands for."""
         self.__name__ = name
         self._given = given
-        self._known: list[tuple[dict[str, Any], weakref.ref[ModelBackends]]] = []
+        self._by_arguments: list[tuple[dict[str, Any], weakref.ref[ModelBackends]]] = []
 
     def __reduce__(self) -> tuple[Callable[[str], NamedBackend], tuple[str]]:
         return _of_name, (self.__name__,)
@@ -53,20 +53,20 @@ class NamedBackend:
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this."""
-        for _, reference in self._known:
+        for _, reference in self._by_arguments:
             if (backends := reference()) is not None:
                 backends.reset()
 
     def backends_for(self, kwargs: Mapping[str, Any]) -> ModelBackends:
         """The backends for ``torch.compile(..., mode=, options=)``."""
-        for known, reference in self._known:
-            if (backends := reference()) is not None and known == kwargs:
+        for arguments, reference in self._by_arguments:
+            if (backends := reference()) is not None and arguments == kwargs:
                 return backends
         mode, options = kwargs.get("mode"), kwargs.get("options") or {}
         expect("torch.compile", "options", options, Mapping, "a dict of options")
         backends = ModelBackends(lambda: self.backend(arguments_of(mode, options)))
-        self._known = [(known, reference) for known, reference in self._known if reference() is not None]
-        self._known.append((dict(kwargs), weakref.ref(backends)))
+        self._by_arguments = [entry for entry in self._by_arguments if entry[1]() is not None]
+        self._by_arguments.append((dict(kwargs), weakref.ref(backends)))
         return backends
 
     def backend(self, arguments: Mapping[str, Any]) -> Backend:
@@ -108,17 +108,17 @@ class ModelBackends:
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         if dynamo.compiles_backward():  # of any model: no backend keeps anything of it
-            return (self.known or [self._make()])[0](module, example_inputs)
+            return (self.backends or [self._make()])[0](module, example_inputs)
         return SharedGraph(self, DynamoGraph(module, example_inputs), example_inputs)
 
     @property
-    def known(self) -> list[Backend]:
+    def backends(self) -> list[Backend]:
         """All of them so far."""
         return [*self._models.values(), *([self._of_functions] if self._of_functions is not None else [])]
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this."""
-        for backend in self.known:
+        for backend in self.backends:
             backend.reset()
 
     def of_call(self, parameter: Tensor | None) -> Backend:
@@ -126,10 +126,10 @@ class ModelBackends:
         if parameter is None:
             return self._backend_of_functions()
         running = [model for model in dynamo.modules_on_stack() if _contains(model, parameter)]
-        known = [model for model in [*running, *self._models] if model in self._models]  # checkpointing runs layers
-        found = next((model for model in known if _contains(model, parameter)), None)
-        if found is not None:
-            return self._models[found]
+        models = [model for model in [*running, *self._models] if model in self._models]  # checkpointing runs layers
+        model = next((model for model in models if _contains(model, parameter)), None)
+        if model is not None:
+            return self._models[model]
         return self._new(running[0]) if running else self._backend_of_functions()
 
     def of(self, compiled: Any) -> Backend:
@@ -176,8 +176,8 @@ class SharedGraph:
         self._find(example_inputs, compiling=True)
 
     def __call__(self, *args: Any) -> Any:
-        found = self._graphs.get(0 if self._first is None else id(args[self._first]))
-        _, compiled = found or self._find(args)
+        entry = self._graphs.get(0 if self._first is None else id(args[self._first]))
+        _, compiled = entry or self._find(args)
         return compiled(*args)
 
     def _find(self, args: Sequence[Any], *, compiling: bool = False) -> tuple[Backend, CompiledGraph]:

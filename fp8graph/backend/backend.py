@@ -83,8 +83,8 @@ class Backend(BackendMethods):
         arguments = Settings.taken_from(settings)
         of_methods = {name: settings.pop(name, None) for name in METHODS}
         if unknown := sorted(settings):
-            known = ("policy", "recipe", *METHODS, *Settings.names())
-            raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
+            names = ("policy", "recipe", *METHODS, *Settings.names())
+            raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], names)}")
         self.settings: Final = Settings(**arguments)
         self.stopwatch: Final = Stopwatch()
         epoch, policies, steps = Epoch(), Policies(self.settings.hardware), WeightUpdates()
@@ -107,9 +107,9 @@ class Backend(BackendMethods):
         self._checked = False  # all graphs of a step were
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
         calls: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in METHODS}
-        known = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
-        given = tables(known, of_methods)
-        file = PolicyFile.of(policy, known)
+        parameters = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
+        given = tables(parameters, of_methods)
+        file = PolicyFile.of(policy, parameters)
         with file.named():
             policies.set(file.policy, recipe)
             for name, values in file.watch.items():
@@ -283,8 +283,8 @@ class Backend(BackendMethods):
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
         of_stores: dict[str, Any] = {}
         for store in self.stores.values():
-            for field, found in store.report().items():
-                of_stores[field] = of_stores[field] + found if field in of_stores else found
+            for field, values in store.report().items():
+                of_stores[field] = of_stores[field] + values if field in of_stores else values
         return Report(
             graphs=self.programs.views(),
             forgotten=self.programs.forgotten,

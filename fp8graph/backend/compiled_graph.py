@@ -102,8 +102,8 @@ class CompiledGraph:
         self._first_call: FirstCall | None = None  # None: not called yet, or long ago
         self._checked = False  # whether all graphs of its first step were looked at
         self.texts: list[GraphView] = []  # views without modules, for a report that outlives this graph
-        self._taken: list[Findings] = []  # of the variants
-        weakref.finalize(self, _forget, self._services, self._taken).atexit = False
+        self._findings: list[Findings] = []  # of the variants
+        weakref.finalize(self, _forget, self._services, self._findings).atexit = False
         _alive.add(self)
         if inputs is not None:
             situation = self._situation(self._services.recomputations.of_call(is_made=False))
@@ -230,9 +230,9 @@ class CompiledGraph:
             )
             try:
                 slots = [
-                    (store.slot(asked, caller), findings.places[name])
+                    (store.slot(extra_inputs, caller), findings.places[name])
                     for name, store in services.stores.items()
-                    if (asked := findings.by_store.get(name)) is not None
+                    if (extra_inputs := findings.by_store.get(name)) is not None
                 ]
                 break
             except GatheredInHighPrecision as error:
@@ -297,9 +297,9 @@ class CompiledGraph:
         alike = (v for key, v in self._variants.items() if (key[0].without(passing=True), key[1]) == (rule, bound))
         variant = next(alike, None) or self._find(rule, bound)
         with cast(FakeTensorMode, detect_fake_mode(args)):
-            taken = variant.findings.stand_ins()
-            dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
-            return variant.run(*args, *taken, *dead)
+            stand_ins = variant.findings.stand_ins()
+            dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(stand_ins))]
+            return variant.run(*args, *stand_ins, *dead)
 
     def _first_conditions(self, situation: Situation, args: Sequence[Any]) -> tuple[Condition, ...]:
         """The conditions, beside those of ``situation``, that a call with these arguments is likely to have."""
@@ -348,7 +348,7 @@ class CompiledGraph:
         # graphs of other backends that run them hold them, too
         self._compiled[:] = [(key, variant) for key, variant in self._compiled if id(variant.run) not in unused]
         findings = [variant.findings for variant in dropped]
-        self._taken[:] = [taken for taken in self._taken if not any(taken is each for each in findings)]
+        self._findings[:] = [every for every in self._findings if not any(every is each for each in findings)]
         self.texts[:] = [view for view in self.texts if view.policy != policy]
         for key, calls in list(self._calls.items()):
             _take_out(calls, lambda call: call.policy == policy)
@@ -385,7 +385,7 @@ class CompiledGraph:
         self._list(situation, bound, variant)
         self._variants[situation, bound] = variant
         self._services.names.note_graph(bound.names, bound=bool(bound.names or not self._graph.positions))
-        self._taken.append(variant.findings)
+        self._findings.append(variant.findings)
         if self._strict:
             check_records(variant.view.decisions)
         return variant
@@ -408,12 +408,12 @@ def _identity(view: GraphView) -> Any:
     return view.name, view.policy, view.before, view.gemms, view.others
 
 
-def _forget(services: Services, taken: Sequence[Findings]) -> None:
+def _forget(services: Services, dropped: Sequence[Findings]) -> None:
     """Drop the data prepared for calls of code that is gone. State and parameters may live on."""
-    for findings in taken:
-        for name, asked in findings.by_store.items():
+    for findings in dropped:
+        for name, extra_inputs in findings.by_store.items():
             if name in services.stores:
-                services.stores[name].forget(asked)
+                services.stores[name].forget(extra_inputs)
 
 
 def _all_fresh(checks: Sequence[Callable[[Sequence[Any]], bool]]) -> Callable[[Sequence[Any]], bool] | None:

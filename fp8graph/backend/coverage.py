@@ -116,14 +116,14 @@ def note_dequantized(backend: Reports, layers: Iterable[tuple[str, str, torch.dt
 
 def check_dequantized(backend: Reports) -> None:
     """After the first step: warn, once for each backend, of weights that arrived quantized, and are now in FP8."""
-    known = backend.dequantized
-    in_fp8 = dict.fromkeys(gemm.fqn for gemm in backend.report.gemms if gemm.recipe is not None) if known else ()
-    if layers := [fqn for fqn in in_fp8 if fqn in known]:
+    classes = backend.dequantized
+    in_fp8 = dict.fromkeys(gemm.fqn for gemm in backend.report.gemms if gemm.recipe is not None) if classes else ()
+    if layers := [fqn for fqn in in_fp8 if fqn in classes]:
         more = f", and so it is with {len(layers) - 1} more" if layers[1:] else ""
         warn_or_raise_once(
             backend,
-            f"The weight of {layers[0] or 'the model'} arrives quantized ({known[layers[0]]}), in a form that fp8graph "
-            "does not read: its forward dequantizes it, and the result is quantized a second time, to FP8"
+            f"The weight of {layers[0] or 'the model'} arrives quantized ({classes[layers[0]]}), in a form that "
+            "fp8graph does not read: its forward dequantizes it, and the result is quantized a second time, to FP8"
             f"{more}. A rule with recipe None leaves such layers alone.",
             key="quantized before",
         )
@@ -154,9 +154,9 @@ def check_read(backend: Reports, model: nn.Module) -> None:
         Fp8CoverageError: in strict mode.
     """
     note_dequantized(backend, dequantized_in_forward(model))
-    if found := list(left_to_kernels(model)):
-        name, kind, dtype = found[0]
-        more = f", and so it is with {len(found) - 1} more" if found[1:] else ""
+    if layers := list(left_to_kernels(model)):
+        name, kind, dtype = layers[0]
+        more = f", and so it is with {len(layers) - 1} more" if layers[1:] else ""
         warn_or_raise_once(
             backend,
             f"{name} ({kind}) has weights in {dtype} of a form that fp8graph does not read: they are left to the "
@@ -241,20 +241,20 @@ class EagerFrames:
     def __init__(self, backend: _Compiles) -> None:
         self.created: Final = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
-        self._found: list[str] = []  # frames that reached the recompile limit
-        reference, found = weakref.ref(backend), self._found
+        self._at_limit: list[str] = []  # frames that reached the recompile limit
+        reference, texts = weakref.ref(backend), self._at_limit
 
         def at_limit(compiles: Any, text: str) -> None:
             backend = reference()
             backends = wrappers.fp8graph_backends(compiles)
-            if backend is None or (backends is not backend and backend not in getattr(backends, "known", ())):
+            if backend is None or (backends is not backend and backend not in getattr(backends, "backends", ())):
                 return
             if backend.settings.strict:
                 raise Fp8CoverageError(
                     f"strict mode: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
                     "dynamic=True if it is a size, or raise torch._dynamo.config.recompile_limit."
                 )
-            found.append(text)
+            texts.append(text)
 
         dynamo.on_recompile_limit(backend, at_limit)
 
@@ -265,9 +265,9 @@ class EagerFrames:
 
     def texts(self) -> list[str]:
         """The frames that Dynamo runs in eager, each once."""
-        return list(dict.fromkeys([*self._found, *dynamo.failed_frames(self._frames, self.created)]))
+        return list(dict.fromkeys([*self._at_limit, *dynamo.failed_frames(self._frames, self.created)]))
 
     def reset(self) -> None:
         """``torch._dynamo.reset()``: the compiled code is gone, and Dynamo counts frames anew."""
-        self._found[:] = self.texts()
+        self._at_limit[:] = self.texts()
         self._frames.clear()

@@ -101,8 +101,8 @@ class DynamoGraph:
     def layers(self) -> dict[str, str]:
         """The modules that the graph was traced through: full names of their classes, by name relative to the frame."""
         stacks = (node.meta.get("nn_module_stack") or {} for node in _nodes(self.module))
-        found = (entry for stack in stacks for entry in stack.values())
-        return {split_source(path)[1]: class_name(owner) for path, owner in found}
+        entries = (entry for stack in stacks for entry in stack.values())
+        return {split_source(path)[1]: class_name(owner) for path, owner in entries}
 
     def quantized_weights(self, inputs: Sequence[Any]) -> Iterator[tuple[str, str, torch.dtype]]:
         """The parameters of wrapper subclasses that hold integers: module relative to the frame, class, dtype."""

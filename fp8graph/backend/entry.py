@@ -67,43 +67,43 @@ def backend_of(compiled: Any) -> Backend:
         ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph, if it holds several models
             that were called one by one, or if code of several backends calls it.
     """
-    if (found := find_backend(compiled)) is None:
+    if (backend := find_backend(compiled)) is None:
         raise ConfigError(
             f"{type(compiled).__name__} was not compiled with the fp8graph backend, or the compiled code that calls it "
             "has not run yet."
         )
-    return found
+    return backend
 
 
 def find_backend(compiled: Any) -> Backend | None:
     """:func:`backend_of`; None if it was not compiled with fp8graph."""
     pieces = compiled.modules() if isinstance(compiled, nn.Module) else [compiled]  # compiled block by block
-    found = next(filter(None, (wrappers.fp8graph_backends(wrappers.orig_backend(piece)) for piece in pieces)), None)
-    if found is None:
+    backends = next(filter(None, (wrappers.fp8graph_backends(wrappers.orig_backend(piece)) for piece in pieces)), None)
+    if backends is None:
         return _that_calls(compiled) if isinstance(compiled, nn.Module) else None
-    return found if isinstance(found, Backend) else found.of(compiled)
+    return backends if isinstance(backends, Backend) else backends.of(compiled)
 
 
 def _that_calls(model: nn.Module) -> Backend | None:
     """The backend of code that was called with parameters of ``model``; those of fp8graph's own tools do not count."""
-    backends = dict.fromkeys(graph.backend for graph in graphs_of(model.parameters()))
-    found = [backend for backend in backends if type(backend) is Backend]
-    if len(found) > 1:
+    callers = dict.fromkeys(graph.backend for graph in graphs_of(model.parameters()))
+    backends = [backend for backend in callers if type(backend) is Backend]
+    if len(backends) > 1:
         raise ConfigError(
-            f"{type(model).__name__} is called by code of {len(found)} fp8graph backends: pass the module that "
+            f"{type(model).__name__} is called by code of {len(backends)} fp8graph backends: pass the module that "
             "torch.compile returned for one of them."
         )
-    return found[0] if found else None
+    return backends[0] if backends else None
 
 
 def refresh_weights(backend: Backend | Any) -> None:
     """:meth:`Backend.refresh_weights`; of the backend behind it, if a compiled model is given."""
     expect("refresh_weights", "backend", backend, object if callable(backend) else (), "a Backend, or what it compiled")
     try:
-        found = backend if isinstance(backend, Backend) else backend_of(backend)
+        holder = backend if isinstance(backend, Backend) else backend_of(backend)
     except ConfigError as error:
         raise ConfigError(f"refresh_weights(backend=...): {error} It takes a Backend, or what it compiled.") from None
-    found.refresh_weights()
+    holder.refresh_weights()
 
 
 def compile(  # noqa: A001  (the public name is torch's)
@@ -147,8 +147,8 @@ def compile(  # noqa: A001  (the public name is torch's)
     torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
     settings = Settings.taken_from(kwargs)
     if unknown := sorted(kwargs.keys() - {*torchs}):
-        known = ("policy", "recipe", "observe", "guard", "regions", "backend", *Settings.names(), *torchs)
-        raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
+        names = ("policy", "recipe", "observe", "guard", "regions", "backend", *Settings.names(), *torchs)
+        raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], names)}")
     expect("fp8graph.compile", "options", kwargs.get("options") or {}, Mapping, "a dict of options, or None")
     for name in ("dynamic", "fullgraph"):
         expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
@@ -367,8 +367,8 @@ class Compiled:
 
     def holds(self) -> bool:
         """Whether the module is compiled as it was: it may have got another backend, or none."""
-        found = wrappers.orig_backend(self._module())
-        return self._arguments is None or wrappers.fp8graph_backends(found) is self._backend
+        compiles = wrappers.orig_backend(self._module())
+        return self._arguments is None or wrappers.fp8graph_backends(compiles) is self._backend
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
         copied = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied

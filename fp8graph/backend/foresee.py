@@ -45,14 +45,14 @@ def spare_inputs(module: fx.GraphModule, facts: GraphFacts, *, training: bool) -
 
 def _foresee(module: fx.GraphModule, facts: GraphFacts) -> list[Foreseen]:
     parameters = _parameters(module, facts)
-    found: list[tuple[fx.Node, fx.Node, Site]] = []
+    sites: list[tuple[fx.Node, fx.Node, Site]] = []
     for node, weight, op in _matmuls(module.graph, parameters):
         custom = cast("dict[str, Any] | None", node.meta.get("custom")) or {}
         place = place_of(node, weight, parameters)
-        found.append((node, weight, Site(place=place, op=op, region=custom.get(REGION_KEY))))
-    names = names_of([site.place for *_, site in found], parameters.values())
+        sites.append((node, weight, Site(place=place, op=op, region=custom.get(REGION_KEY))))
+    names = names_of([site.place for *_, site in sites], parameters.values())
     foreseen: list[Foreseen] = []
-    for (node, weight, site), (site.fqn, site.index) in zip(found, names, strict=True):
+    for (node, weight, site), (site.fqn, site.index) in zip(sites, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
             resolution = facts.decisions.of(site)
             recipes: dict[GemmName, Recipe | None] = {

@@ -214,13 +214,13 @@ class JointPass(_Pass):
     @property
     def stages(self) -> dict[str, str]:
         """The text of all graphs after each pass that one of them needed, by its name."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         current = [texts[""] for texts in self._texts]
         for each in JOINT_PIPELINE:
             if any(each.name in texts for texts in self._texts):
                 current = [texts.get(each.name, text) for texts, text in zip(self._texts, current, strict=True)]
-                found[each.name] = "\n\n".join(current)
-        return found
+                texts[each.name] = "\n\n".join(current)
+        return texts
 
     def view(self, name: str) -> GraphView:
         """The findings in the graph called ``name``, without a policy.

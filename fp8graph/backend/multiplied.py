@@ -106,8 +106,8 @@ def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
     """The names of the parameters that are the weights of sites, in FP8 or not."""
     owners = _owners(model)
     indices = [(called, {site.parameter for site in findings.sites}) for called, findings in _calls(backend)]
-    found = (owners.get(x) for called, of_sites in indices for index, x in called.items() if index in of_sites)
-    return list(dict.fromkeys(owner.name for owner in found if owner is not None))
+    of_matrices = (owners.get(x) for called, of_sites in indices for index, x in called.items() if index in of_sites)
+    return list(dict.fromkeys(owner.name for owner in of_matrices if owner is not None))
 
 
 def _calls(backend: Backend) -> list[tuple[dict[int, int], Findings]]:
@@ -128,12 +128,12 @@ class _Owner(NamedTuple):
 
 def _owners(model: nn.Module) -> dict[int, _Owner]:
     """A model's parameters, by the ids of the tensors with which graphs are called, and of those that these wrap."""
-    gathered, found = fsdp.whole_parameters(model), dict[int, _Owner]()
+    gathered, owners = fsdp.whole_parameters(model), dict[int, _Owner]()
     for name, p in model.named_parameters():
-        taken, dtype = gathered.get(id(p), (p, p.dtype))
-        for x in (p, *wrapped_tensors(p), taken, *wrapped_tensors(taken)):
-            found[id(x)] = _Owner(name_in_original(name), p, x, dtype)
-    return found
+        q, dtype = gathered.get(id(p), (p, p.dtype))
+        for x in (p, *wrapped_tensors(p), q, *wrapped_tensors(q)):
+            owners[id(x)] = _Owner(name_in_original(name), p, x, dtype)
+    return owners
 
 
 def _made(
@@ -145,9 +145,9 @@ def _made(
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
-    asked, placeholders = QuantizeNode(node).asked, weight.quantizing.find_nodes(op="placeholder")
+    arguments, placeholders = QuantizeNode(node).asked, weight.quantizing.find_nodes(op="placeholder")
     places = {placeholder: place for place, placeholder in enumerate(placeholders[: len(owners)])}
-    sources = [_source(part, places) for part in asked.parts]
+    sources = [_source(part, places) for part in arguments.parts]
     called = [owners[place].called for place, _ in sources if place is not None]
     if not called:
         return
@@ -164,21 +164,23 @@ def _made(
             scales = dict(zip(placeholders[len(owners) :], peeked, strict=False))
             if data:
                 shards = [local(owner.parameter.detach()).to(owner.dtype) for owner in owners]
-                pieces = _of_shards(asked, owned, {**dict(zip(placeholders, shards, strict=False)), **scales}, wants)
+                pieces = _of_shards(
+                    arguments, owned, {**dict(zip(placeholders, shards, strict=False)), **scales}, wants
+                )
             else:
-                pieces, facts = _fakes(weight, asked, owned), _facts(asked, owned, scales)
+                pieces, facts = _fakes(weight, arguments, owned), _facts(arguments, owned, scales)
         else:
             made = weight.made_outputs()
             if data:
                 inputs = [*(owner.called.detach() for owner in owners), *peeked]
                 made = dict(zip(weight.made, fx.GraphModule(nn.Module(), weight.quantizing)(*inputs), strict=True))
-            pieces = cut_out(made, asked, [value(part).shape for part in asked.parts])
+            pieces = cut_out(made, arguments, [value(part).shape for part in arguments.parts])
         quantizer = Quantizer(
-            dtype=asked.dtype,
-            scaling=cast(Any, asked.scaling),
-            block=cast(Any, tuple(asked.block) or Quantizer.block),
-            power_2_scale=asked.power_2_scale,
-            amax_epsilon=asked.amax_epsilon,
+            dtype=arguments.dtype,
+            scaling=cast(Any, arguments.scaling),
+            block=cast(Any, tuple(arguments.block) or Quantizer.block),
+            power_2_scale=arguments.power_2_scale,
+            amax_epsilon=arguments.amax_epsilon,
         )
         for (place, flipped), want, piece in zip(sources, wants, pieces, strict=True):
             if place is not None and want and piece is not None:
@@ -198,7 +200,7 @@ def _made(
 
 
 def _of_shards(
-    asked: QuantizeArguments[fx.Node],
+    arguments: QuantizeArguments[fx.Node],
     owners: Sequence[_Owner | None],
     given: Mapping[fx.Node, Tensor],
     wanted: Sequence[bool],
@@ -208,33 +210,33 @@ def _of_shards(
     Args:
         given: this rank's shards of parameters, and scales of earlier steps.
     """
-    known = [owner for owner in owners if owner is not None]  # all: see _facts
+    all_owners = [owner for owner in owners if owner is not None]  # see _facts
     pieces = [
         Piece(name=owner.name, parameter=owner.parameter, shard=_computed(part, given))
-        for part, owner in zip(asked.parts, known, strict=True)
+        for part, owner in zip(arguments.parts, all_owners, strict=True)
     ]
-    scales = None if asked.scales is None else _computed(asked.scales, given)
-    yield from quantize_pieces(dataclasses.replace(cast(Any, asked), scales=scales), pieces, wanted)
+    scales = None if arguments.scales is None else _computed(arguments.scales, given)
+    yield from quantize_pieces(dataclasses.replace(cast(Any, arguments), scales=scales), pieces, wanted)
 
 
 def _facts(
-    asked: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None], given: Mapping[fx.Node, Tensor]
+    arguments: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None], given: Mapping[fx.Node, Tensor]
 ) -> Facts:
     """``given``: scales of earlier steps."""
     pieces: list[Piece] = []
-    for part, owner in zip(asked.parts, owners, strict=True):
+    for part, owner in zip(arguments.parts, owners, strict=True):
         if owner is None:
             return Facts(refused="it is multiplied together with a weight that is computed from parameters")
         shard = torch.empty(value(part).shape, device="meta")
         pieces.append(Piece(name=owner.name, parameter=owner.parameter, shard=shard))
-    scales = None if asked.scales is None else _computed(asked.scales, given)[:, 0].contiguous()
-    return Facts(gathered=why_gathered(asked, pieces), scales=scales)
+    scales = None if arguments.scales is None else _computed(arguments.scales, given)[:, 0].contiguous()
+    return Facts(gathered=why_gathered(arguments, pieces), scales=scales)
 
 
 def _fakes(
-    weight: WeightGraph, asked: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None]
+    weight: WeightGraph, arguments: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None]
 ) -> Iterator[Quantized | None]:
-    dtype, packed = weight.made_outputs()["rowwise"].dtype, SCALINGS[asked.scaling].packed
+    dtype, packed = weight.made_outputs()["rowwise"].dtype, SCALINGS[arguments.scaling].packed
     for owner in owners:
         if owner is not None:
             *leading, columns = owner.parameter.shape

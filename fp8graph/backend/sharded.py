@@ -86,10 +86,10 @@ class Touched:
 
     def whole(self, scales: Tensor) -> Tensor:
         """All scales, of the ``scales`` that each rank has. All ranks call it."""
-        found = _placed(scales, self.offset, self.shape)
+        placed = _placed(scales, self.offset, self.shape)
         for _, group in sharded_over(self.parameter):
-            dist.all_reduce(found.view(torch.uint8), dist.ReduceOp.MAX, group=group)
-        return found
+            dist.all_reduce(placed.view(torch.uint8), dist.ReduceOp.MAX, group=group)
+        return placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,47 +115,47 @@ def whole(x: Tensor) -> Tensor:
 
 
 def quantize_pieces(
-    asked: QuantizeArguments[Any], pieces: Sequence[Piece], wanted: Sequence[bool]
+    arguments: QuantizeArguments[Any], pieces: Sequence[Piece], wanted: Sequence[bool]
 ) -> Iterator[Quantized | None]:
     """The pieces of a weight, rowwise, as they are when all of it is quantized; None for those that are not wanted.
 
     All ranks iterate.
 
     Args:
-        asked: its scales are those of earlier steps, and the same on all ranks.
+        arguments: its scales are those of earlier steps, and the same on all ranks.
     """
-    asked = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], more=None, rowwise_order="")
-    if why_gathered(asked, pieces) is not None:
+    arguments = dataclasses.replace(arguments, rowwise=[1, 1], columnwise=[], more=None, rowwise_order="")
+    if why_gathered(arguments, pieces) is not None:
         parts = [whole(piece.spread(piece.shard, piece.shape)) for piece in pieces]
-        made = _quantized(dataclasses.replace(asked, x=parts[0], more=parts[1:] or None))
+        made = _quantized(dataclasses.replace(arguments, x=parts[0], more=parts[1:] or None))
         del parts
-        yield from cut_out(made, asked, [piece.shape for piece in pieces])
+        yield from cut_out(made, arguments, [piece.shape for piece in pieces])
         return
-    kind = SCALINGS[asked.scaling]
+    kind = SCALINGS[arguments.scaling]
     amax = None
-    if (kind.own_scale or kind.scale_of_layout) and not asked.per_matrix:
+    if (kind.own_scale or kind.scale_of_layout) and not arguments.per_matrix:
         amax = largest_of([piece.largest(_amax(piece.shard)) for piece in pieces])
     for piece, want in zip(pieces, wanted, strict=True):
-        yield _piece(asked, piece, amax) if want else None
+        yield _piece(arguments, piece, amax) if want else None
 
 
 def cut_out(
-    made: Mapping[str, Tensor], asked: QuantizeArguments[Any], shapes: Iterable[Sequence[int]]
+    made: Mapping[str, Tensor], arguments: QuantizeArguments[Any], shapes: Iterable[Sequence[int]]
 ) -> Iterator[Quantized]:
     """The parts of these shapes, without padding, of the weight that they form together."""
-    kind, first = SCALINGS[asked.scaling], 0
+    kind, first = SCALINGS[arguments.scaling], 0
     scales = made["scale_inv"] if "scale_inv" in made else made[_SCALES]
-    if asked.rowwise_order:
-        if asked.per_matrix:
+    if arguments.rowwise_order:
+        if arguments.per_matrix:
             *_, rows, columns = made["rowwise"].shape
-            scales = rows_of_blocks(scales, rows, -(-columns * kind.packed // asked.block[1]))
-            scales = scales[..., :: asked.block[0], :]
+            scales = rows_of_blocks(scales, rows, -(-columns * kind.packed // arguments.block[1]))
+            scales = scales[..., :: arguments.block[0], :]
         else:
-            scales = kind.in_rows(made["rowwise"], scales, asked.rowwise_order, asked.block)
+            scales = kind.in_rows(made["rowwise"], scales, arguments.rowwise_order, arguments.block)
     for shape in shapes:
         rows, columns = shape[-2:]
         scale_inv = scales
-        if (grid := kind.scale_shape(rows, columns, asked.block)) is not None:
+        if (grid := kind.scale_shape(rows, columns, arguments.block)) is not None:
             start = first * grid[0] // rows
             scale_inv = scales[..., start : start + grid[0], : grid[1]]
         yield Quantized(
@@ -170,46 +170,46 @@ def _amax(x: Tensor) -> Tensor:
     return amax_of(x) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def _quantized(asked: QuantizeArguments[Any]) -> dict[str, Tensor]:
-    args, kwargs = call(asked)
-    return dict(zip(names(asked), ops.quantize(*args, **kwargs), strict=True))
+def _quantized(arguments: QuantizeArguments[Any]) -> dict[str, Tensor]:
+    args, kwargs = call(arguments)
+    return dict(zip(names(arguments), ops.quantize(*args, **kwargs), strict=True))
 
 
 def _placed(part: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """``part`` at ``start`` in a tensor of zeros."""
-    found = part.new_zeros(shape)
+    placed = part.new_zeros(shape)
     if part.numel():
-        found[start[0] : start[0] + part.shape[0], start[1] : start[1] + part.shape[1]] = part
-    return found
+        placed[start[0] : start[0] + part.shape[0], start[1] : start[1] + part.shape[1]] = part
+    return placed
 
 
-def why_gathered(asked: QuantizeArguments[Any], pieces: Sequence[Piece]) -> str | None:
+def why_gathered(arguments: QuantizeArguments[Any], pieces: Sequence[Piece]) -> str | None:
     """The reason why the weight is gathered in high precision and quantized in one piece; None if it is not.
 
     Args:
         pieces: of their shards only the number of dims is read.
     """
-    kind = SCALINGS[asked.scaling]
-    if asked.stochastic:
+    kind = SCALINGS[arguments.scaling]
+    if arguments.stochastic:
         return "it is rounded stochastically"
-    if asked.row_scaled:
+    if arguments.row_scaled:
         return "its rows have scales below that of the tensor"
-    if asked.dim == -1 and len(pieces) > 1:
+    if arguments.dim == -1 and len(pieces) > 1:
         return "it is joined with others along its columns"
     if pieces[0].shard.ndim == 3:  # experts: whole ones, on whose scale no other has a say
         if any(dim != 0 for piece in pieces for dim, _ in sharded_over(piece.parameter)):
             return "its experts are sharded, and not only their number"
-        if (kind.own_scale or kind.scale_of_layout) and not asked.per_matrix:
+        if (kind.own_scale or kind.scale_of_layout) and not arguments.per_matrix:
             return "all experts share a scale"
         if any(piece.shape[0] % _ranks(piece) for piece in pieces):
             return f"the ranks have different numbers of its {pieces[0].shape[0]} experts"
         return None
     if pieces[0].shard.ndim != 2:
         return f"it has {pieces[0].shard.ndim} dims"
-    if any(True in _cut(asked, piece) for piece in pieces):
+    if any(True in _cut(arguments, piece) for piece in pieces):
         if kind.packed > 1:
-            return f"shards cut tiles that share a scale, or bytes of two numbers ({asked.scaling})"
-        if asked.four_over_six:
+            return f"shards cut tiles that share a scale, or bytes of two numbers ({arguments.scaling})"
+        if arguments.four_over_six:
             return "shards cut tiles, and the maximum of each is chosen by all of its numbers"
     return None
 
@@ -218,25 +218,25 @@ def _ranks(piece: Piece) -> int:
     return math.prod(group.size() for _, group in sharded_over(piece.parameter))
 
 
-def _cut(asked: QuantizeArguments[Any], piece: Piece) -> tuple[bool, bool]:
+def _cut(arguments: QuantizeArguments[Any], piece: Piece) -> tuple[bool, bool]:
     """Whether shards cut what shares a scale, other than the whole: along rows, along columns."""
-    kind, (rows, columns) = SCALINGS[asked.scaling], piece.shape[-2:]
-    if kind.scale_shape(rows, columns, asked.block) is None:
+    kind, (rows, columns) = SCALINGS[arguments.scaling], piece.shape[-2:]
+    if kind.scale_shape(rows, columns, arguments.block) is None:
         return False, False
-    height, width = asked.block if kind.tiled else (1, columns)
+    height, width = arguments.block if kind.tiled else (1, columns)
     return piece.cut(0, height), piece.cut(1, width)
 
 
-def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> Quantized:
+def _piece(arguments: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> Quantized:
     """One piece, which is quantized shard by shard.
 
     Args:
         amax: FP32 [], of all of the weight, if it matters.
     """
-    x, kind = piece.shard, SCALINGS[asked.scaling]
+    x, kind = piece.shard, SCALINGS[arguments.scaling]
     rows, columns = x.shape[-2:]
-    height, width = asked.block if kind.tiled else (1, 1)
-    cut = _cut(asked, piece) if x.ndim == 2 else (False, False)
+    height, width = arguments.block if kind.tiled else (1, 1)
+    cut = _cut(arguments, piece) if x.ndim == 2 else (False, False)
     top = left = bottom = right = 0
     if any(cut) and kind.tiled:  # to whole tiles
         top, left = piece.offset[-2] % height, piece.offset[-1] % width
@@ -245,7 +245,7 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
         right = 1
     if not x.numel():  # quantized all the same, as zeros that are cut off
         bottom, right = bottom + height * (not rows), right + width * (not columns)
-    grid = kind.scale_shape(piece.shape[-2], piece.shape[-1], asked.block)
+    grid = kind.scale_shape(piece.shape[-2], piece.shape[-1], arguments.block)
     start = (piece.offset[-2] // height, piece.offset[-1] // width if kind.tiled else 0) if any(cut) else (0, 0)
     x = functional.pad(x, (left, right, top, bottom))
     if any(cut):
@@ -261,16 +261,21 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
     if amax is not None:
         x = functional.pad(x, (0, 0, 0, -x.shape[0] % height))
         x = torch.cat([x, amax.to(x.dtype).expand(height, x.shape[1])])
-    made = _quantized(dataclasses.replace(asked, x=x))
+    made = _quantized(dataclasses.replace(arguments, x=x))
     global_scale_inv = made.get("rowwise_global_scale_inv")
-    if asked.per_matrix and global_scale_inv is not None:
+    if arguments.per_matrix and global_scale_inv is not None:
         global_scale_inv = whole(piece.spread(global_scale_inv, piece.shape[:1]))  # a number of each expert
     data = made["rowwise"][..., top : top + rows, left // kind.packed : (left + columns) // kind.packed]
     shape = (*piece.shape[:-1], piece.shape[-1] // kind.packed)
     touched = None
     if grid is None:
         scale_inv = made["scale_inv"]
-        if asked.per_matrix and scale_inv.numel() == len(piece.shard) and piece.shard.ndim == 3 and not kind.has_state:
+        if (
+            arguments.per_matrix
+            and scale_inv.numel() == len(piece.shard)
+            and piece.shard.ndim == 3
+            and not kind.has_state
+        ):
             scale_inv = piece.spread(scale_inv, piece.shape[:1])
     elif any(cut):
         size = [-(-(top + rows) // height), -(-(left + columns) // width) if kind.tiled else 1]

@@ -46,7 +46,7 @@ class PolicyFile:
     path: str | os.PathLike[str] | None
 
     @staticmethod
-    def of(policy: PolicyLike | None, known: Arguments) -> PolicyFile:
+    def of(policy: PolicyLike | None, arguments: Arguments) -> PolicyFile:
         """Of a path, or of a dict with the content of such a file.
 
         Raises:
@@ -61,7 +61,7 @@ class PolicyFile:
         if isinstance(values, Mapping):
             values = cast(Mapping[str, Any], values)
             with in_file(path) if path is not None else nullcontext():
-                watch = {name: _table(name, values[name], f"[{name}]", known) for name in WATCH if name in values}
+                watch = {name: _table(name, values[name], f"[{name}]", arguments) for name in WATCH if name in values}
             policy = {name: value for name, value in values.items() if name not in WATCH}
         return PolicyFile(policy=policy, watch=watch, path=path)
 
@@ -70,21 +70,21 @@ class PolicyFile:
         return in_file(self.path) if self.path is not None else nullcontext()
 
 
-def tables(known: Arguments, given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def tables(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The arguments of ``Backend`` that are those of its methods, by the method, without those that are None."""
-    return {name: _table(name, values, name, known) for name, values in given.items() if values is not None}
+    return {name: _table(name, values, name, arguments) for name, values in given.items() if values is not None}
 
 
-def _table(name: str, values: Any, where: str, known: Arguments) -> Mapping[str, Any]:
+def _table(name: str, values: Any, where: str, arguments: Arguments) -> Mapping[str, Any]:
     """The arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
-    if name not in known:
+    if name not in arguments:
         raise no_pass(where)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be a table of arguments of Backend.{name}, not {values!r}.")
     values = cast(Mapping[str, Any], values)
     for key in values:
-        if key not in known[name]:
-            raise ConfigError(f"{where} has no key {key!r}{choices('Keys', str(key), known[name])}")
+        if key not in arguments[name]:
+            raise ConfigError(f"{where} has no key {key!r}{choices('Keys', str(key), arguments[name])}")
     return values
 
 
@@ -242,7 +242,7 @@ class Schedule:
         self._seen = 0  # of the optimizers' steps
         self._trained = ParameterTable[bool]()  # those of compiled models
         self.counts = False  # someone asks for the step, whether the policy has a schedule or not
-        self._asked: int | None = None  # the optimizers' steps when it was last asked for
+        self._steps_seen: int | None = None  # the optimizers' steps when it was last asked for
         self._now = 0
 
     @property
@@ -270,17 +270,17 @@ class Schedule:
 
     def step(self) -> int:
         """The number of steps of training that are over."""
-        return self._start + self._steps.taken([parameter for parameter, _ in self._trained.parameters()])
+        return self._start + self._steps.of_optimizers([parameter for parameter, _ in self._trained.parameters()])
 
     def step_of_call(self) -> int:
         """The same at a call of compiled code: a recomputation in backward belongs to the step of its forward."""
-        if self._asked != self._steps.count and not autograd.in_backward():
-            self._asked, self._now = self._steps.count, self.step()
+        if self._steps_seen != self._steps.count and not autograd.in_backward():
+            self._steps_seen, self._now = self._steps.count, self.step()
         return self._now
 
     def count(self) -> None:
         """Count a step that no optimizer makes."""
-        self._start, self._asked = self._start + 1, None
+        self._start, self._steps_seen = self._start + 1, None
 
     def entries(self) -> dict[str, torch.Tensor]:
         """Its entry of a state dict: the step of training, where that matters."""
@@ -302,7 +302,7 @@ class Schedule:
     def _load(self, step: int | None) -> None:
         """Go on from a saved step; None: it was not saved."""
         if step is not None:
-            self._start, self._asked = step, None
+            self._start, self._steps_seen = step, None
             self._steps.restart()
             self.advance()
         elif self.runs:

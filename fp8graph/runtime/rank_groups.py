@@ -127,11 +127,11 @@ class Meeting:
             device: of the tensors that are reduced.
         """
         ranks = tuple(dist.get_process_group_ranks(parent))
-        known = _meetings()
-        if ranks not in known or not collectives.ranks_of(known[ranks].group):  # or it was destroyed
+        meetings = _meetings()
+        if ranks not in meetings or not collectives.ranks_of(meetings[ranks].group):  # or it was destroyed
             timeout = distributed.timeout_of(parent, device) * _SOONER
-            known[ranks] = cls(group=distributed.group_of_its_own(parent, _TAG, timeout), timeout=timeout)
-        return known[ranks]
+            meetings[ranks] = cls(group=distributed.group_of_its_own(parent, _TAG, timeout), timeout=timeout)
+        return meetings[ranks]
 
     def enter(self) -> int:
         """The number of one more backend here."""
@@ -201,11 +201,11 @@ def fail_together(mesh: Any) -> Generator[list[str]]:
         raise
     if mesh is None:
         return
-    found = distributed.gathered_over((distributed.rank(), "", lines), mesh)
-    for rank, error, _ in found:
+    gathered = distributed.gathered_over((distributed.rank(), "", lines), mesh)
+    for rank, error, _ in gathered:
         if error:
             raise ConfigError(f"rank {rank} failed, with {error}")
-    (first, _, expected), *others = found
+    (first, _, expected), *others = gathered
     for rank, _, these in others:
         if these != expected:
             names = f"rank {first}", f"rank {rank}"

@@ -65,13 +65,13 @@ class Recomputations:
     def of_call(self, *, is_made: bool = True) -> Checkpointed:
         """The present call as a part of checkpointed forwards. ``is_made=False``: it is only prepared."""
         position, task, first = checkpointing.now(), checkpointing.graph_task(), None
-        if position.repeats is not None and (known := self._forwards.get(position.repeats.forward)) is not None:
-            first = known.next(position.repeats.number, is_made=is_made)
+        if position.repeats is not None and (forward := self._forwards.get(position.repeats.forward)) is not None:
+            first = forward.next(position.repeats.number, is_made=is_made)
         running: list[_Forward] = []
-        for forward in position.running if is_made else ():
-            known = self._forwards.setdefault(forward, _Forward(task=task))
-            if known.task == task:  # else a backward runs inside of that forward, and this is a part of the backward
-                running.append(known)
+        for key in position.running if is_made else ():
+            forward = self._forwards.setdefault(key, _Forward(task=task))
+            if forward.task == task:  # else a backward runs inside of that forward, and this is a part of the backward
+                running.append(forward)
         return Checkpointed(first=first, running=running)
 
     def check(self, region: Any) -> None:

@@ -234,7 +234,7 @@ class WeightUpdates:
 
             autograd.after_optimizer_steps(self, after_step)
 
-    def taken(self, parameters: Sequence[Tensor | Life]) -> int:
+    def of_optimizers(self, parameters: Sequence[Tensor | Life]) -> int:
         """Steps of the optimizers that hold some of ``parameters`` (their lives), since the last restart.
 
         Of all, if none does.
@@ -243,7 +243,7 @@ class WeightUpdates:
         return max(map(self._since, held), default=0)
 
     def restart(self) -> None:
-        """Let :meth:`taken` count anew."""
+        """Let :meth:`of_optimizers` count anew."""
         # by the ids of the counts, which are kept, so that no others get these ids
         self._earlier = {id(held): (held, held[1]) for held in self.all.held.values()}
 
@@ -291,13 +291,13 @@ def signature(
         storages: see :func:`storage_of`; for signatures between which memory may be freed.
         contents: read the numbers, too, where that is quick: on a CPU.
     """
-    shards, taken = [*map(local, parameters)], [*map(steps.of, parameters)] if steps is not None else []
+    shards, steps_taken = [*map(local, parameters)], [*map(steps.of, parameters)] if steps is not None else []
     versions = [*map(version, parameters)]
     if FakeTensor in map(type, shards):
-        return versions, taken
+        return versions, steps_taken
     memory = [*map(storage_of, shards)] if storages else []
     read = contents and all(x.is_cpu for x in shards)
-    return versions, [*map(Tensor.data_ptr, shards)], memory, taken, contents_of(shards) if read else []
+    return versions, [*map(Tensor.data_ptr, shards)], memory, steps_taken, contents_of(shards) if read else []
 
 
 def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[Any, ...]]:

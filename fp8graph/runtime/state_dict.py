@@ -120,11 +120,11 @@ class BackendState:
 
         Ranks that run other layers save under other names then, and whoever runs a layer later finds it.
         """
-        left, found = dict(self._entries), dict[str, BackendState]()
+        left, states = dict(self._entries), dict[str, BackendState]()
         for layer in layers:
             own = {name: left.pop(name) for name in [*left] if name.startswith(f"{layer}.")}
-            found[layer] = BackendState(own, self._not_shared)
-        return {**found, OTHERS: BackendState(left, self._not_shared, self._stage, self._of_stage)}
+            states[layer] = BackendState(own, self._not_shared)
+        return {**states, OTHERS: BackendState(left, self._not_shared, self._stage, self._of_stage)}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._entries[name]

@@ -237,7 +237,11 @@ class ScalingState(KeptScales):
         self._without_backward.clear()
         for stage in self.before_commit:
             stage()
-        step = 2 * self._steps.taken([x for x, _ in self._owners.parameters()]) + ends_step if self._reductions else 0
+        step = (
+            2 * self._steps.of_optimizers([x for x, _ in self._owners.parameters()]) + ends_step
+            if self._reductions
+            else 0
+        )
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):
                 pages = self._staged_pages().get(group, [])

@@ -47,7 +47,7 @@ def test_a_step_counts_for_what_its_optimizer_holds() -> None:
     step([a])
     assert steps.count == 3
     assert (steps.all.of(a), steps.all.of(b)) == (steps.all.of(b) + 1, steps.all.of(a) - 1)
-    assert (steps.taken([a]), steps.taken([b]), WeightUpdates().taken([a])) == (2, 1, 0)
+    assert (steps.of_optimizers([a]), steps.of_optimizers([b]), WeightUpdates().of_optimizers([a])) == (2, 1, 0)
     assert (steps.count, WeightUpdates().count) == (3, 0)
 
 
@@ -140,5 +140,5 @@ def test_steps_of_a_parameter_that_torch_swaps_are_counted_on() -> None:
     for _ in range(3):
         optimizer.step()
         model.to("cpu")
-    assert updates.taken([life(parameter) for parameter in model.parameters()]) == 3
+    assert updates.of_optimizers([life(parameter) for parameter in model.parameters()]) == 3
     assert [updates.all.of(parameter) for parameter in model.parameters()] == [updates.all.count] * 2

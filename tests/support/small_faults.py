@@ -1023,8 +1023,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a weight that is quantized twice is not said",
         f"{_BACKEND}/coverage.py",
-        "[fqn for fqn in in_fp8 if fqn in known]",
-        "[fqn for fqn in in_fp8 if fqn not in known]",
+        "[fqn for fqn in in_fp8 if fqn in classes]",
+        "[fqn for fqn in in_fp8 if fqn not in classes]",
         ("tests/libraries/test_torchao.py",),
     ),
     Fault(
@@ -1445,8 +1445,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "experts in FP4 are left to transformers without a word",
         f"{_BACKEND}/coverage.py",
-        "if found := list(left_to_kernels(model)):",
-        "if found := list(left_to_kernels(model))[:0]:",
+        "if layers := list(left_to_kernels(model)):",
+        "if layers := list(left_to_kernels(model))[:0]:",
         ("tests/libraries/test_transformers.py::test_experts_in_fp4_are_left_to_transformers_by_name",),
     ),
     Fault(
