@@ -146,7 +146,7 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A sentence, with a space before it, that names what ``name`` was probably meant to be; or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

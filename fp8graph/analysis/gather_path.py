@@ -65,15 +65,15 @@ def path_of(tensor: fx.Node) -> Path | None:
     """The path from an all-gather to ``tensor``; None if there is none, or if there are other ops on it."""
     steps: list[fx.Node] = []
     casts: list[torch.dtype] = []
-    found: list[fx.Node] = []
+    on_path: list[fx.Node] = []
     node = tensor
     while node.op == "call_function":
-        found.append(node)
+        on_path.append(node)
         if node.target is collectives.WAIT:
             gathered = cast(fx.Node, node.args[0])
             if gathered.target is not collectives.ALL_GATHER or value(gathered).ndim < 2:  # vectors: parts of one row
                 return None
-            all_nodes = frozenset((*found, gathered))
+            all_nodes = frozenset((*on_path, gathered))
             return Path(gathered=gathered, waited=node, steps=steps[::-1], casts=casts[::-1], nodes=all_nodes)
         if node.target is _CAST:
             casts.append(cast(torch.dtype, node.args[1]))
@@ -84,7 +84,7 @@ def path_of(tensor: fx.Node) -> Path | None:
             if parts is None:
                 return None
             split = cast(fx.Node, parts[0].args[0])
-            found += [*parts, split]
+            on_path += [*parts, split]
             steps += [node, *reversed(parts), split]
             node = split
         elif keeps_rows(node):

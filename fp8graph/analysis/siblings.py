@@ -69,9 +69,10 @@ def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
     A copy is needed for results that leave the graph or that an op of another library reads, as both expect the strides
     that they had; and if backward keeps one result and not the others, since a slice keeps all of them alive.
     """
-    found = [list(readers(node)) for node in fprops]
+    all_readers = [list(readers(node)) for node in fprops]
     kept = {
-        any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
+        any(map(is_backward, own)) and "recompute" not in node.meta
+        for node, own in zip(fprops, all_readers, strict=True)
     }
     return len(kept) == 1 and not any(map(strides_matter, fprops))
 

@@ -84,10 +84,10 @@ def carry(content: bytes) -> None:
 
 def carried(compiled: Callable[..., Any]) -> bytes | None:
     """The bytes in the very entry that compile_fx made ``compiled`` of; None if it came from none, or has none."""
-    entry = getattr(compiled, "serialize", lambda: None)  # None as well, if no entry was made or found
-    found: Any = entry() if entry is not None else None
-    subclasses = getattr(found, "maybe_subclass_meta", None)  # then the graph that was compiled has metadata of its own
-    metadata = found if subclasses is None else subclasses
+    serialize = getattr(compiled, "serialize", lambda: None)  # None as well, if no entry was made or found
+    entry: Any = serialize() if serialize is not None else None
+    subclasses = getattr(entry, "maybe_subclass_meta", None)  # then the graph that was compiled has metadata of its own
+    metadata = entry if subclasses is None else subclasses
     name = "runtime_metadata" if subclasses is None else "fw_metadata"
     content = getattr(getattr(metadata, name, None), _NAME, None)
     return content if isinstance(content, bytes) else None

@@ -58,14 +58,14 @@ def now() -> Checkpointing:
     """The position of the present call."""
     repeats, running, task = None, list[Any](), torch._C._current_graph_task_id()
     for hook in _pack_hooks():
-        known = _variables(hook)
-        if "gid" in known:
+        variables = _variables(hook)
+        if "gid" in variables:
             # an int is the backward in which autograd unpacked a saved tensor. A nested backward is more recent
-            if not isinstance(known["gid"], int) or task in (-1, known["gid"]):
-                repeats = Repetition(known["target_frame_ref"](), known["gid"])
+            if not isinstance(variables["gid"], int) or task in (-1, variables["gid"]):
+                repeats = Repetition(variables["target_frame_ref"](), variables["gid"])
             break
-        if "frame" in known:
-            running.append(known["frame"])
+        if "frame" in variables:
+            running.append(variables["frame"])
     if repeats is None and task != -1 and isinstance(node := cast(Any, torch._C._current_autograd_node()), FunctionCtx):
         repeats = Repetition(node, task)
     if _in_forward_of_function():
@@ -100,17 +100,17 @@ def _functions() -> Iterator[Any]:
 
 def _pack_hooks() -> list[Any]:
     """The hooks that are called for tensors that autograd saves, innermost first. Torch shows only the innermost."""
-    found: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     if not _autograd._saved_tensors_hooks_is_enabled():  # none could be put back
         return []
     try:
         while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-            found.append(pair)
+            pairs.append(pair)
             _autograd._pop_saved_tensors_default_hooks()
     finally:
-        for pair in reversed(found):
+        for pair in reversed(pairs):
             _autograd._push_saved_tensors_default_hooks(*pair)
-    return [pack for pack, _ in found]
+    return [pack for pack, _ in pairs]
 
 
 def _variables(hook: Any) -> dict[str, Any]:

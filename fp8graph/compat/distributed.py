@@ -141,18 +141,18 @@ def gathered_objects(value: Any, group: Any, *, others: bool) -> list[Any]:
     ranks = number_of_ranks(None) if group is None else dist.get_world_size(group)
     if ranks == 1:
         return [] if others else [value]
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, value, group=group)
+    objects: list[Any] = [None] * ranks
+    dist.all_gather_object(objects, value, group=group)
     this = dist.get_rank(group)
-    return [x for rank, x in enumerate(found) if rank != this or not others]
+    return [x for rank, x in enumerate(objects) if rank != this or not others]
 
 
 def gathered_over(value: Any, mesh: Any) -> list[Any]:
     """The objects of all ranks of a DeviceMesh, small ones, in its order. All of them call it."""
-    found = [value]
+    objects = [value]
     for dim in reversed(range(mesh.ndim)):
-        found = [x for one in gathered_objects(found, mesh.get_group(dim), others=False) for x in one]
-    return found
+        objects = [x for one in gathered_objects(objects, mesh.get_group(dim), others=False) for x in one]
+    return objects
 
 
 def largest_over(x: torch.Tensor, mesh: Any) -> torch.Tensor:

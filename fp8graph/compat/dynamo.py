@@ -115,7 +115,7 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
             backend; it is recognized by Dynamo's message.
         since: time in microseconds; older failures belong to other models, whose frame ids may be the same.
     """
-    found: list[str] = []
+    failures: list[str] = []
     unseen = not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
     for metrics in get_compilation_metrics():
         if metrics.fail_type is None or (metrics.start_time_us or 0) < since:
@@ -123,12 +123,12 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
         reason = (metrics.fail_reason or "").splitlines()[0]
         frame = (metrics.compile_id or "").split("/")[0]
         if "fx.traceback.annotate" in reason:
-            found.append(
+            failures.append(
                 f"{metrics.co_name}: a graph break inside an fp8graph.autocast region; the frame runs in eager"
             )
         elif unseen and frame in frame_ids and "recompile" in reason:
-            found.append(_at_recompile_limit(frame))
-    return found
+            failures.append(_at_recompile_limit(frame))
+    return failures
 
 
 def skipped_frames(since: int) -> list[str]:
@@ -136,14 +136,14 @@ def skipped_frames(since: int) -> list[str]:
 
     From the last 64 compilations after ``since`` (time in microseconds), which may be another model's.
     """
-    found: list[str] = []
+    frames: list[str] = []
     for metrics in get_compilation_metrics():
         at_limit = "recompile limit" in (metrics.fail_reason or "")  # in the report by on_recompile_limit
         if metrics.fail_type == "Unsupported" and not at_limit and (metrics.start_time_us or 0) >= since:
             name = re.sub(r"^torch_dynamo_resume_in_(\w+)_at_\d+$", r"\1", metrics.co_name or "")
             place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
-            found.append(f"{name} ({place}): {(metrics.fail_reason or '').splitlines()[0].rstrip('.')}")
-    return list(dict.fromkeys(found))
+            frames.append(f"{name} ({place}): {(metrics.fail_reason or '').splitlines()[0].rstrip('.')}")
+    return list(dict.fromkeys(frames))
 
 
 def switched_off(model: torch.nn.Module) -> Iterator[str]:
@@ -241,11 +241,11 @@ def before_tracing(callback: Callable[[Any, torch.nn.Module], None]) -> None:
             frame = frame.f_back
         if frame is None:
             return
-        found = frame.f_locals
-        of_module = {name: found["globals"].get(name) for name in found["code"].co_names}
-        for variables in (found["locals"], of_module):
+        of_frame = frame.f_locals
+        of_module = {name: of_frame["globals"].get(name) for name in of_frame["code"].co_names}
+        for variables in (of_frame["locals"], of_module):
             for module, _called in _modules_among(variables):
-                callback(innermost_backend(found["compiler_fn"]), module)
+                callback(innermost_backend(of_frame["compiler_fn"]), module)
 
     others = callback_handler.start_callbacks
     kept = [*(others.kept if isinstance(others, _StartCallbacks) else ()), started]
@@ -268,15 +268,15 @@ def modules_on_stack() -> list[torch.nn.Module]:
 
     torch passes the module that is called neither to a backend nor to the code that it compiled.
     """
-    found: list[torch.nn.Module] = []
+    modules: list[torch.nn.Module] = []
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
             owner := frame.f_locals.get("self"), torch.nn.Module
         ):
-            found.append(owner)
+            modules.append(owner)
         frame = frame.f_back
-    return list(dict.fromkeys(original_module(owner) for owner in reversed(found)))
+    return list(dict.fromkeys(original_module(owner) for owner in reversed(modules)))
 
 
 class _Running:
@@ -298,18 +298,18 @@ def outermost_call() -> Callable[[], object]:
     Nothing can refer weakly to a frame, and a frame that is kept keeps its variables, those of its callers too.
     """
     frame: Any = sys._getframe()
-    found = None
+    outermost = None
     while frame is not None:
         code = frame.f_code
         of_module = code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals.get("self"), torch.nn.Module)
         if of_module or (code.co_name == "compile_wrapper" and code.co_filename == _CALLS):
-            found = frame
+            outermost = frame
         frame = frame.f_back
-    if found is None:
+    if outermost is None:
         return lambda: None
-    if not isinstance(found.f_trace, _Running):
-        found.f_trace = _Running(found.f_trace)
-    return weakref.ref(found.f_trace)
+    if not isinstance(outermost.f_trace, _Running):
+        outermost.f_trace = _Running(outermost.f_trace)
+    return weakref.ref(outermost.f_trace)
 
 
 def trace_again(reason: str) -> NoReturn:

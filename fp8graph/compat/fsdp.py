@@ -45,21 +45,21 @@ def gathered() -> dict[int, Any]:
     Raises:
         Fp8GraphError: there are FSDP2 modules, but this torch keeps their parameters in another place.
     """
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for sharded in _sharded_parameters():
         # set by the first gather; until then only declared by the class
         if hasattr(sharded, "_unsharded_param") or not _declares(sharded, "_unsharded_param"):
-            found[id(_read(sharded, "_unsharded_param"))] = sharded
-    return found
+            by_id[id(_read(sharded, "_unsharded_param"))] = sharded
+    return by_id
 
 
 def whole_parameters(module: torch.nn.Module) -> dict[int, tuple[Tensor, torch.dtype]]:
     """The whole parameters that FSDP2 gathers for calls of ``module``, by the id of their shards, with their dtype."""
-    inside, found = set(module.modules()), dict[int, tuple[Tensor, torch.dtype]]()
+    inside, by_id = set(module.modules()), dict[int, tuple[Tensor, torch.dtype]]()
     for sharded in gathered().values():
         if sharded._module_info.module in inside:
-            found[id(sharded.sharded_param)] = whole_of(sharded), sharded.param_dtype or sharded.orig_dtype
-    return found
+            by_id[id(sharded.sharded_param)] = whole_of(sharded), sharded.param_dtype or sharded.orig_dtype
+    return by_id
 
 
 def gathers_in_fp8(module: torch.nn.Module) -> bool:

@@ -144,8 +144,8 @@ def gpu_codegen_patches() -> dict[str, Any]:
     }
     fix_nested_scatter()
     fix_large_casts()
-    known = inductor_config.get_config_copy()
-    return {name: value for name, value in patches.items() if name in known}
+    options = inductor_config.get_config_copy()
+    return {name: value for name, value in patches.items() if name in options}
 
 
 def without_loading(load: Callable[[Any], Any]) -> AbstractContextManager[Any]:
@@ -228,11 +228,11 @@ def fix_nested_scatter() -> None:
 
 def nested_fusions() -> list[tuple[Any, str]]:
     """The class and the name of each method of Inductor that decides on fusing with a reduction of tiles."""
-    found = (
+    methods = (
         *(("NestedReduction", "can_fuse"), ("FusedNestedReductions", "can_fuse_with")),  # torch 2.13
         *(("NestedReduction", "plan"), ("FusedNestedReductions", "_plan_fusion_with")),  # torch 2.15
     )
-    owners = [(getattr(scheduler, name, None), method) for name, method in found]
+    owners = [(getattr(scheduler, name, None), method) for name, method in methods]
     return [(owner, method) for owner, method in owners if hasattr(owner, method)]
 
 

@@ -72,24 +72,24 @@ def life(tensor: Tensor | Life) -> Tensor | Life:
     """An object to refer to weakly in place of ``tensor``, always the same one: for a plain tensor that itself."""
     if type(tensor) in _PLAIN or isinstance(tensor, Life) or not is_traceable_wrapper_subclass(tensor):
         return tensor
-    found = _lives.get(id(tensor))
-    if found is None or not found.is_of(tensor):
-        found = _lives[id(tensor)] = Life(tensor)
-    return found
+    stand_in = _lives.get(id(tensor))
+    if stand_in is None or not stand_in.is_of(tensor):
+        stand_in = _lives[id(tensor)] = Life(tensor)
+    return stand_in
 
 
 def has_no_module(tensor: Tensor) -> bool:
     """Whether torch swaps the contents of ``tensor``, and it is not known which module holds it."""
-    found = life(tensor)
-    return isinstance(found, Life) and found.module is None
+    stand_in = life(tensor)
+    return isinstance(stand_in, Life) and stand_in.module is None
 
 
 def remember_modules(*models: nn.Module) -> None:
     """Note which modules of ``models`` hold parameters that torch swaps. Those of others begin a new life by a swap."""
     for module in (module for model in models for module in model.modules()):
         for parameter in list(module._parameters.values()):
-            if parameter is not None and isinstance(found := life(parameter), Life):
-                found.module = weakref.ref(module)
+            if parameter is not None and isinstance(stand_in := life(parameter), Life):
+                stand_in.module = weakref.ref(module)
 
 
 def let_torch_swap(inputs: Sequence[Any], context: TracingContext | None) -> None:

@@ -92,10 +92,10 @@ def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
     Raises:
         AttributeError: there is none.
     """
-    found = original_module(module)
+    current = original_module(module)
     for name in fqn.split(".") if fqn else ():
-        found = original_module(found.get_submodule(name))
-    return found
+        current = original_module(current.get_submodule(name))
+    return current
 
 
 def name_in_original(fqn: str) -> str:
@@ -135,18 +135,18 @@ def innermost_backend(wrapper: Any) -> Any:
     return wrapper
 
 
-def is_fp8graph(found: Any) -> bool:
+def is_fp8graph(backend: Any) -> bool:
     """Whether a backend, by name or not, as Dynamo's wrappers hold it is one of fp8graph's."""
-    return hasattr(getattr(found, "compiler_fn", found), "backends_for")
+    return hasattr(getattr(backend, "compiler_fn", backend), "backends_for")
 
 
-def fp8graph_backends(found: Any) -> Any:
+def fp8graph_backends(wrapper: Any) -> Any:
     """The Backend (or ModelBackends) behind a callable of torch, which wraps names and callables; or None."""
-    choose = getattr(getattr(found, "compiler_fn", found), "backends_for", None)
+    choose = getattr(getattr(wrapper, "compiler_fn", wrapper), "backends_for", None)
     if choose is None:
         return None
-    backends = choose(getattr(found, "kwargs", {}))
-    hold(found, backends)
+    backends = choose(getattr(wrapper, "kwargs", {}))
+    hold(wrapper, backends)
     return backends
 
 

@@ -81,8 +81,8 @@ class Compilation:
 
     def site_of(self, quantized: fx.Node) -> Site | None:
         """The site whose GEMM, or what decodes for it if that is emulated, reads a quantize node; None if none does."""
-        found = (reader.meta[GEMM_KEY] for x in quantized.users for reader in x.users if GEMM_KEY in reader.meta)
-        position, _ = next(found, (None, ""))
+        gemms = (reader.meta[GEMM_KEY] for x in quantized.users for reader in x.users if GEMM_KEY in reader.meta)
+        position, _ = next(gemms, (None, ""))
         return None if position is None else self.sites[position]
 
     def results(self, kind: type[Result]) -> list[Result]:
@@ -139,10 +139,10 @@ class Findings:
     @functools.cached_property
     def by_store(self) -> Mapping[str, tuple[ExtraInput, ...]]:
         """The extra inputs by their store. The same objects each time: stores know them by identity."""
-        found: dict[str, list[ExtraInput]] = {}
+        stores: dict[str, list[ExtraInput]] = {}
         for each in self.extra_inputs:
-            found.setdefault(each.store, []).append(each)
-        return {store: tuple(asked) for store, asked in found.items()}
+            stores.setdefault(each.store, []).append(each)
+        return {store: tuple(asked) for store, asked in stores.items()}
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, ...]]:

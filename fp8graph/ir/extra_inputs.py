@@ -71,8 +71,8 @@ class SpareInputs:
         if self.wanted > len(self.indices):
             return None
         by_index = {index: node for node, index in graph_inputs(graph)}
-        taken = [by_index[index] for index in self.indices[start : self.wanted]]
-        for node, fake in zip(taken, values, strict=True):
+        inputs = [by_index[index] for index in self.indices[start : self.wanted]]
+        for node, fake in zip(inputs, values, strict=True):
             node.meta.update({"val": fake, TAKEN_KEY: True})
             node.meta.pop("tensor_meta", None)
-        return taken
+        return inputs

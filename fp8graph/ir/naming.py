@@ -103,19 +103,19 @@ def _unescaped(bare: str) -> str:
 
 def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) -> dict[fx.Node, fx.Node]:
     """The placeholders of ``graph`` in ``copy``, under names that its module takes as keywords."""
-    found: dict[fx.Node, fx.Node] = {}
-    taken: set[str] = set()
+    copies: dict[fx.Node, fx.Node] = {}
+    names: set[str] = set()
     placeholders = graph.find_nodes(op="placeholder")
     for node, source in zip(placeholders, sources, strict=len(placeholders) == len(sources)):
         root, path = split_source(source)
         name = re.sub(r"\W+", "_", path or root)
         name = f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
-        while name in taken:
+        while name in names:
             name += "_"
-        taken.add(name)
-        found[node] = copy.placeholder(name)
-        found[node].meta = dict(node.meta)
-    return found
+        names.add(name)
+        copies[node] = copy.placeholder(name)
+        copies[node].meta = dict(node.meta)
+    return copies
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
@@ -128,9 +128,9 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
         yield node, aot.input_position(node)
 
 
-def parameters_of(graph: fx.Graph, known: Mapping[int, Parameter]) -> dict[fx.Node, Parameter]:
-    """The placeholders that are parameters. ``known``: those by their position among Dynamo's inputs."""
-    return {node: known[index] for node, index in graph_inputs(graph) if index is not None and index in known}
+def parameters_of(graph: fx.Graph, by_index: Mapping[int, Parameter]) -> dict[fx.Node, Parameter]:
+    """The placeholders that are parameters. ``by_index``: those by their position among Dynamo's inputs."""
+    return {node: by_index[index] for node, index in graph_inputs(graph) if index is not None and index in by_index}
 
 
 def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node, Parameter]) -> Place:

@@ -83,11 +83,11 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
     The backward of a custom autograd function carries no backward tag.
     """
-    found: set[fx.Node] = set()
+    backward: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_backward(node) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if is_backward(node) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return backward
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
@@ -199,9 +199,9 @@ def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
             yield node
 
 
-def in_order(found: Iterable[fx.Node]) -> list[fx.Node]:
+def in_order(unordered: Iterable[fx.Node]) -> list[fx.Node]:
     """Nodes of one graph in its order, without reading the whole graph."""
-    return sorted(cast("Iterable[Any]", found))
+    return sorted(cast("Iterable[Any]", unordered))
 
 
 def swaps_last_dims(node: fx.Node) -> bool:
@@ -264,7 +264,7 @@ def gemms_behind(quantized: fx.Node) -> list[tuple[int, GemmName]]:
 
     Of an emulated GEMM, the node that decodes for it is found.
     """
-    found: dict[tuple[int, GemmName], None] = {}
+    gemms: dict[tuple[int, GemmName], None] = {}
     pending, seen = [user for output in quantized.users for user in output.users], set[fx.Node]()
     while pending:
         node = pending.pop(0)
@@ -272,7 +272,7 @@ def gemms_behind(quantized: fx.Node) -> list[tuple[int, GemmName]]:
             continue
         seen.add(node)
         if GEMM_KEY in node.meta:
-            found[node.meta[GEMM_KEY]] = None
+            gemms[node.meta[GEMM_KEY]] = None
         else:
             pending.extend(node.users)
-    return list(found)
+    return list(gemms)

@@ -100,8 +100,8 @@ class Settings:
     def inductor(self) -> dict[str, Any]:
         """Inductor's options under the names that Inductor's config has."""
         options = dict(self.inductor_options or {})
-        known = inductor.option_names()
-        if unknown := sorted(name for name in options if name.replace("-", "_") not in known):
+        names = inductor.option_names()
+        if unknown := sorted(name for name in options if name.replace("-", "_") not in names):
             raise ConfigError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
         return {name.replace("-", "_"): value for name, value in options.items()}
 
@@ -125,9 +125,9 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
 
-def choices(what: str, name: str, known: Sequence[str]) -> str:
+def choices(what: str, name: str, names: Sequence[str]) -> str:
     """The rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
-    return f".{did_you_mean(name, known)} {what}: {', '.join(known)}."
+    return f".{did_you_mean(name, names)} {what}: {', '.join(names)}."
 
 
 # Backend's arguments, and two of torch's own under short names

@@ -77,10 +77,10 @@ class GraphText:
 
     def _line(self, node: fx.Node) -> str:
         args, kwargs, val = node.args, node.kwargs, node.meta.get("val")
-        known = self._lines.get(node)
-        if known is None or known[0] is not args or known[1] is not kwargs or known[2] is not val:
-            self._lines[node] = known = args, kwargs, val, _line(node)
-        return known[3]
+        entry = self._lines.get(node)
+        if entry is None or entry[0] is not args or entry[1] is not kwargs or entry[2] is not val:
+            self._lines[node] = entry = args, kwargs, val, _line(node)
+        return entry[3]
 
 
 def _line(node: fx.Node) -> str:

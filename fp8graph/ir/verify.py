@@ -324,19 +324,19 @@ def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
     rows, tiles = operand.shape[0], -(-operand.shape[1] // 128)
     outer, along = scale.shape
     of_rows = known_equal(outer, rows)
-    found = f"has scales {tuple(scale.shape)} with strides {scale.stride()}"
+    layout = f"has scales {tuple(scale.shape)} with strides {scale.stride()}"
     if not (of_rows or known_equal(outer, -(-rows // 128))) or not any(known_equal(along, n) for n in (1, tiles)):
-        return f"{found} for {tuple(operand.shape)}"
+        return f"{layout} for {tuple(operand.shape)}"
     wanted = (1, rows) if of_rows else (tiles, 1)
     for size, stride, right in zip(scale.shape, scale.stride(), wanted, strict=True):
         if not known_equal(size, 1) and not known_equal(stride, right):
-            return f"{found}: torch reads them with {wanted}"
+            return f"{layout}: torch reads them with {wanted}"
     if (static_size(scale.storage_offset()) or 0) % 4:
         return (
-            f"{found} from element {scale.storage_offset()} on: cuBLASLt reads from 16-byte addresses (pytorch#159957)"
+            f"{layout} from element {scale.storage_offset()} on: cuBLASLt reads from 16-byte addresses (pytorch#159957)"
         )
     if not of_rows and not known_equal(outer, 1) and (static_size(tiles) or 0) % 4:
-        return f"{found}: cuBLASLt reads rows that are a multiple of 4 apart"
+        return f"{layout}: cuBLASLt reads rows that are a multiple of 4 apart"
     return None
 
 

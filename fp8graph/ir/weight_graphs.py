@@ -64,8 +64,8 @@ class WeightGraph(ExtraInput):
     def made_outputs(self) -> dict[str, torch.Tensor]:
         """The fake values of the outputs, by name."""
         (output,) = self.quantizing.find_nodes(op="output")
-        found = cast("list[fx.Node]", output.args[0])
-        return dict(zip(self.made, map(value, found), strict=True))
+        results = cast("list[fx.Node]", output.args[0])
+        return dict(zip(self.made, map(value, results), strict=True))
 
     def renamed(self, rename: Rename) -> Self:
         return dataclasses.replace(self, asked=tuple(each.renamed(rename) for each in self.asked))
@@ -156,8 +156,8 @@ def weight_graph(
 
 def quantized_weights(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that quantize, and those that transpose what arrives quantized; without parts of another weight."""
-    found = nodes(graph, (ops.quantize, ops.columnwise))
-    return [node for node in found if not all(user.target is ops.columnwise for user in node.users)]
+    candidates = nodes(graph, (ops.quantize, ops.columnwise))
+    return [node for node in candidates if not all(user.target is ops.columnwise for user in node.users)]
 
 
 def hoist(
@@ -167,29 +167,29 @@ def hoist(
 
     With too few spare inputs the graph is not changed; it is traced again with enough of them.
     """
-    found: dict[fx.Node, WeightInput] = {}
+    weights: dict[fx.Node, WeightInput] = {}
     for node in quantized_weights(graph):
         if (weight := weight_graph(node, parameters, compilation, kind)) is not None:
-            found[node] = weight
+            weights[node] = weight
             node.meta[CACHED_KEY] = True
-    taken = compilation.take(graph, [*found.values()])
-    if taken is None:
+    inputs = compilation.take(graph, [*weights.values()])
+    if inputs is None:
         return
-    for node, weight in found.items():
-        placeholders = {name: taken.pop(0) for name in weight.outputs}
+    for node, weight in weights.items():
+        placeholders = {name: inputs.pop(0) for name in weight.outputs}
         outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {_TRANSPOSED: node}
         for name, user in outputs.items():
             user.replace_all_uses_with(placeholders[name])
             graph.erase_node(user)
         if node.target is ops.quantize:
             graph.erase_node(node)
-    if found:
+    if weights:
         erase_unused(graph)
 
 
 def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
     """The nodes between parameters and ``node``, in order; None if they read or do anything else."""
-    found: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     pending = [node]
     reads_parameter = False
     while pending:
@@ -200,13 +200,13 @@ def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.N
             return None
         elif current.target is collectives.ALL_GATHER:
             return None
-        elif current not in found:
-            found.add(current)
+        elif current not in between:
+            between.add(current)
             pending.extend(current.all_input_nodes)
     source = QuantizeNode(node).asked.x if node.target is ops.quantize else node
     if not reads_parameter or any(static_size(size) is None for size in value(source).shape):
         return None
-    return in_order(found)
+    return in_order(between)
 
 
 def _sources_of(body: Sequence[fx.Node], parameters: Mapping[fx.Node, int]) -> list[fx.Node]:

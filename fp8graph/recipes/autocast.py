@@ -153,9 +153,9 @@ def autocast(
 
 
 def _unknown_argument(name: str) -> str:
-    known = ("enabled", "recipe", "amax_reduction_group")
-    hint = _TRANSFORMER_ENGINE.get(name) or f"{did_you_mean(name, known)} Fields of a recipe go into the recipe."
-    return f"autocast has no argument {name!r}.{hint} Arguments: {', '.join(known)}."
+    names = ("enabled", "recipe", "amax_reduction_group")
+    hint = _TRANSFORMER_ENGINE.get(name) or f"{did_you_mean(name, names)} Fields of a recipe go into the recipe."
+    return f"autocast has no argument {name!r}.{hint} Arguments: {', '.join(names)}."
 
 
 def names_a_group() -> bool:

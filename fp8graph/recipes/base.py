@@ -149,10 +149,10 @@ class Recipe:
         Raises:
             TypeError: a field does not exist.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        if unknown := [name for name in fields if name not in known]:
-            meant = did_you_mean(unknown[0], known)
-            raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(known))}.")
+        names = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in fields if name not in names]:
+            meant = did_you_mean(unknown[0], names)
+            raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(names))}.")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -156,12 +156,12 @@ class _Parser:
 
     def _next(self, *kinds: str) -> str | None:
         """The next token, if it is of one of these kinds."""
-        found = self._ahead
-        if found is None or found.lastgroup not in kinds:
+        token = self._ahead
+        if token is None or token.lastgroup not in kinds:
             return None
-        self._at = found.end()
+        self._at = token.end()
         self._ahead = self._look()
-        return found[0]
+        return token[0]
 
     def _look(self) -> re.Match[str] | None:
         if self._verbose:
@@ -217,19 +217,19 @@ class _One:
     def __init__(self, token: str, flags: int) -> None:
         literal = token != "." if len(token) == 1 else token[0] == "\\" and token[1] not in "dDwWsS"
         self._literal = token[-1] if literal and not flags & re.IGNORECASE else None
-        self._token, self._known = re.compile(token, flags), dict[str, bool]()
+        self._token, self._matches = re.compile(token, flags), dict[str, bool]()
 
     def places(self, name: Name) -> int:
         """The places before such a character."""
         if self._literal is not None:
             return name.of.get(self._literal, 0)
-        found = 0
+        union = 0
         for character, places in name.of.items():
-            if character not in self._known:
-                self._known[character] = self._token.fullmatch(character) is not None
-            if self._known[character]:
-                found |= places
-        return found
+            if character not in self._matches:
+                self._matches[character] = self._token.fullmatch(character) is not None
+            if self._matches[character]:
+                union |= places
+        return union
 
     def once(self, name: Name, places: int) -> int:
         name.spend()
@@ -298,12 +298,12 @@ def _closed(once: Part) -> Part:
     """Any number of steps: on from each new place, until there is none."""
 
     def step(name: Name, places: int) -> int:
-        new = found = places
+        new = so_far = places
         while new:
             name.spend()
-            new = once.step(name, new) & ~found
-            found |= new
-        return found
+            new = once.step(name, new) & ~so_far
+            so_far |= new
+        return so_far
 
     often = LONGEST_NAME + 1
     steps = min((often + 1) * (1 + once.steps), _MANY)
@@ -317,11 +317,11 @@ def _looked(inner: Part, kind: str) -> Part:
 
     def step(name: Name, places: int) -> int:
         if kind[0] == "<":
-            found = inner.step(name, name.places)  # the ends of all matches, wherever they begin
+            hits = inner.step(name, name.places)  # the ends of all matches, wherever they begin
         else:
             starts = [place for place in range(len(name.text) + 1) if places >> place & 1]
-            found = sum(1 << place for place in starts if inner.step(name, 1 << place))
-        return places & (found if kind[-1] == "=" else ~found)
+            hits = sum(1 << place for place in starts if inner.step(name, 1 << place))
+        return places & (hits if kind[-1] == "=" else ~hits)
 
     starts = 1 if kind[0] == "<" else LONGEST_NAME + 1
     return Part(step, min(1 + starts * inner.steps, _MANY), inner.tries, 1)

@@ -220,15 +220,15 @@ class Policy:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
-        known = {"default", "extends", "keep_heads", "min_speedup", "rules"}
-        check_keys("policy", values, {*known, *WATCH})
+        keys = {"default", "extends", "keep_heads", "min_speedup", "rules"}
+        check_keys("policy", values, {*keys, *WATCH})
         if tables := [f"[{name}]" for name in WATCH if name in values]:
             _log.warning(
                 '%s of a policy file is for Backend(path) and options={"policy": path}: a Policy holds rules alone.',
                 " and ".join(tables),
             )
         rules = values.get("rules", [])
-        settings = {k: v for k, v in values.items() if k in known - {"rules"}}
+        settings = {k: v for k, v in values.items() if k in keys - {"rules"}}
         try:
             if not isinstance(rules, list):
                 raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")

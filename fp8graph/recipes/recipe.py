@@ -412,7 +412,7 @@ def register_recipe(name: str, recipe: Recipe) -> None:
 
 def name_of(recipe: Recipe) -> str | None:
     """A name under which :func:`resolve_recipe` finds a recipe; None: it has none."""
-    return next((name for name, known in _NAMES.items() if known == recipe), None)
+    return next((name for name, other in _NAMES.items() if other == recipe), None)
 
 
 def known_recipe(value: object) -> bool:
@@ -453,8 +453,8 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     if not isinstance(kind, str) or kind not in _TYPES:
         raise UnsupportedRecipeError(f"unknown recipe type {kind!r}. Available: {', '.join(_TYPES)}.")
     recipe_type = _TYPES[kind]
-    known = {field.name for field in dataclasses.fields(recipe_type)}
-    if unknown := sorted(str(name) for name in fields.keys() - known):
-        meant = did_you_mean(unknown[0], known)
-        raise UnsupportedRecipeError(f"{kind} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(known))}.")
+    names = {field.name for field in dataclasses.fields(recipe_type)}
+    if unknown := sorted(str(name) for name in fields.keys() - names):
+        meant = did_you_mean(unknown[0], names)
+        raise UnsupportedRecipeError(f"{kind} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(names))}.")
     return recipe_type(**fields)

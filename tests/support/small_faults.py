@@ -1260,8 +1260,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "flags of an expression are not obeyed",
         f"{_RECIPES}/expressions.py",
-        "self._token, self._known = re.compile(token, flags)",
-        "self._token, self._known = re.compile(token)",
+        "self._token, self._matches = re.compile(token, flags)",
+        "self._token, self._matches = re.compile(token)",
         ("tests/recipes/test_expressions.py",),
     ),
     Fault(
@@ -1359,7 +1359,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a nested backward is taken for the outer one",
         f"{_COMPAT}/checkpointing.py",
-        'or task in (-1, known["gid"]):',
+        'or task in (-1, variables["gid"]):',
         "or task is not None:",
         ("tests/compat/test_checkpointing.py",),
     ),
