@@ -55,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All commands and what they take."""
-    found = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
-    found.add_argument("--version", action="version", version=f"fp8graph {__version__}")
-    commands = found.add_subparsers(required=True, metavar="COMMAND")
+    main_parser = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
+    main_parser.add_argument("--version", action="version", version=f"fp8graph {__version__}")
+    commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         _add(commands, command)
-    return found
+    return main_parser
 
 
 def _add(commands: Any, command: Command) -> None:
@@ -125,14 +125,14 @@ def _stage(report: Any, name: str) -> str:
     from fp8graph.passes import JOINT_PIPELINE
 
     passes = [each.name for each in JOINT_PIPELINE]
-    if name not in (known := ["before", "after", *passes]):
-        raise ConfigError(f"no stage {name!r}. Stages: {', '.join(known)}.")
+    if name not in (stages := ["before", "after", *passes]):
+        raise ConfigError(f"no stage {name!r}. Stages: {', '.join(stages)}.")
     texts: list[str] = []
     for view in report.graphs:
-        found = view.after if name == "after" else view.before
+        text = view.after if name == "after" else view.before
         for stage in passes[: passes.index(name) + 1] if name in passes else ():
-            found = view.stages.get(stage, found)
-        texts.append(f"# {view.name}\n{found}")
+            text = view.stages.get(stage, text)
+        texts.append(f"# {view.name}\n{text}")
     return "\n".join(texts)
 
 
@@ -179,12 +179,12 @@ def tune(options: argparse.Namespace) -> int:
     settings = {name: getattr(options, name) for name in ("target", "seed", "resume")}
     device = next(model.parameters()).device
     inputs = [{"input_ids": tokens.to(device), "labels": tokens.to(device), "use_cache": False} for tokens in batches]
-    found = tune(model, inputs, recipes=options.recipe, **settings, **goal)
-    print(found)
-    found.save(options.out)
+    result = tune(model, inputs, recipes=options.recipe, **settings, **goal)
+    print(result)
+    result.save(options.out)
     print(f"fp8graph: wrote {options.out}", file=sys.stderr)
     if options.plot is not None:
-        found.plot(options.plot)
+        result.plot(options.plot)
         print(f"fp8graph: wrote {options.plot}", file=sys.stderr)
     return 0
 
@@ -209,9 +209,9 @@ def inspect(options: argparse.Namespace) -> int:
     """Read one layer at a time; 1 if something does not fit together."""
     from fp8graph.tools import inspect_checkpoint
 
-    found = inspect_checkpoint.inspected(options.folder)
-    print(json.dumps(found.to_dict(), indent=1) if options.json else inspect_checkpoint.text(found))
-    return 1 if found.problems else 0
+    inspection = inspect_checkpoint.inspected(options.folder)
+    print(json.dumps(inspection.to_dict(), indent=1) if options.json else inspect_checkpoint.text(inspection))
+    return 1 if inspection.problems else 0
 
 
 def doctor(_options: argparse.Namespace) -> int:
@@ -246,11 +246,11 @@ def bench(options: argparse.Namespace) -> int:
     if options.calibrate is not None and options.calibrate.suffix != ".json":
         raise ConfigError(f"{options.calibrate}: a calibration file must end in .json.")
     device = bench.fp8_gpu()
-    found = hardware.of_device(device)
+    gpu = hardware.of_device(device)
     if options.calibrate is not None:
-        for done in bench.calibrate(device, found):
-            bench.write(options.calibrate, found, done)  # at once: the next measurement may end this process
-            print(bench.describe(done, found), flush=True)
+        for done in bench.calibrate(device, gpu):
+            bench.write(options.calibrate, gpu, done)  # at once: the next measurement may end this process
+            print(bench.describe(done, gpu), flush=True)
         print(f'wrote {options.calibrate}: Backend(target="{options.calibrate}")')
         return 0
     table = Table(title="one linear, forward and backward: FP8 compared with bf16 under torch.compile")

@@ -101,8 +101,8 @@ def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
 
 def families_of(classes: Iterable[Any]) -> list[str]:
     """The families of classes (or of their full names), each once."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for owner in dict.fromkeys(classes):
         name = owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"
-        found |= {family.name: None for family in FAMILIES.values() if fnmatch.fnmatchcase(name, family.classes)}
-    return list(found)
+        names |= {family.name: None for family in FAMILIES.values() if fnmatch.fnmatchcase(name, family.classes)}
+    return list(names)

@@ -36,10 +36,10 @@ def from_target(target: str, device_name: str = "") -> Hardware:
             target, speed = Speed.load(target)
             if (measured := _named(target)) is not None:  # on a machine that has it: of any architecture
                 return replace(measured, speed=speed)
-        elif (found := _named(target, device_name)) is not None:
-            if target.removesuffix("a") in found.architectures or target in found.architectures:
-                return found
-            raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(found.architectures)}.")
+        elif (device := _named(target, device_name)) is not None:
+            if target.removesuffix("a") in device.architectures or target in device.architectures:
+                return device
+            raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(device.architectures)}.")
     raise ConfigError(
         f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}. "
         "An H100 is 'sm_90', a B200 'sm_100', an MI300 'gfx942'."
@@ -124,11 +124,11 @@ def supports(recipe: RecipeLike, target: str | None = None) -> Support:
     Raises:
         UnsupportedRecipeError, ConfigError: (``ValueError``) for a recipe or a target that does not exist.
     """
-    found = of_machine() if target is None else from_target(target)
+    device = of_machine() if target is None else from_target(target)
     resolved = resolve_recipe(recipe)
     if resolved is None:
-        return Support(recipe="high precision", device=found.name, native=(), obstacles={})
-    return support_of(found, resolved)
+        return Support(recipe="high precision", device=device.name, native=(), obstacles={})
+    return support_of(device, resolved)
 
 
 def support_of(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> Support:

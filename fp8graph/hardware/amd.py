@@ -77,8 +77,8 @@ class AMD(Hardware):
     def of_device(cls, device: torch.device) -> Self:
         properties: Any = torch.cuda.get_device_properties(device)
         name = str(properties.gcnArchName).partition(":")[0]  # "gfx942:sramecc+:xnack-"
-        found = cls.from_target(name, torch.cuda.get_device_name(device))
-        return found if found is not None else cls(name=name)
+        hardware = cls.from_target(name, torch.cuda.get_device_name(device))
+        return hardware if hardware is not None else cls(name=name)
 
     @classmethod
     def runs(cls, device: torch.device) -> bool:

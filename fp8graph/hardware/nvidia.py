@@ -101,9 +101,9 @@ class NVIDIA(Hardware):
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
         major, minor = torch.cuda.get_device_capability(device)
-        found = cls.from_target(f"sm_{major}{minor}", torch.cuda.get_device_name(device))
-        assert found is not None
-        return found
+        hardware = cls.from_target(f"sm_{major}{minor}", torch.cuda.get_device_name(device))
+        assert hardware is not None
+        return hardware
 
     @classmethod
     def runs(cls, device: torch.device) -> bool:
@@ -139,7 +139,7 @@ class NVIDIA(Hardware):
         """
         if not self._is_old and self.name.removesuffix("a") == "sm_90":
             return None
-        where = f"only on sm_90 with CUDA 12.9 or later, but {self._found}"
+        where = f"only on sm_90 with CUDA 12.9 or later, but {self._shortfall}"
         if out_dtype == torch.float32:
             return f"one scale per row produces float32 results {where}"
         if b.dtype == torch.float8_e5m2:
@@ -149,7 +149,7 @@ class NVIDIA(Hardware):
     def _tiles(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         """Source: ``get_scale_mode`` in aten/src/ATen/cuda/CUDABlas.cpp."""
         if self._is_old:
-            return f"one scale per tile needs CUDA 12.9 or later, but {self._found}"
+            return f"one scale per tile needs CUDA 12.9 or later, but {self._shortfall}"
         if (a.block, b.block) not in _TILES:
             (am, ak), (bm, bk) = a.block, b.block
             return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
@@ -163,7 +163,7 @@ class NVIDIA(Hardware):
         return self.cuda is not None and self.cuda < (12, 9)
 
     @property
-    def _found(self) -> str:
+    def _shortfall(self) -> str:
         return f"torch has {'.'.join(map(str, self.cuda))}" if self.cuda and self._is_old else f"this is {self.name}"
 
     @property

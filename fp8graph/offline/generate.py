@@ -165,9 +165,9 @@ def _launches(
                 size = sum(moved.values())
             else:
                 name = call["extern"]
-            if not parts and (found := _library_call(line, calls)):  # or the launch of a user's own Triton kernel
-                parts = [found]
-                calls.remove(found)
+            if not parts and (part := _library_call(line, calls)):  # or the launch of a user's own Triton kernel
+                parts = [part]
+                calls.remove(part)
             yield KernelRecord(
                 name=name,
                 graph=graph,
@@ -277,9 +277,9 @@ def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Pa
 
     A new buffer is written by one launch. A tensor may be overwritten by several launches, which read different ones.
     """
-    found = [
+    parts = [
         part
         for part in waiting
         if part.makes & written or (part.overwrites & written and part.reads - part.makes <= set(arguments))
     ]
-    return [part for part in found if part.node == found[0].node]
+    return [part for part in parts if part.node == parts[0].node]

@@ -214,7 +214,7 @@ def _stores_to(ptx: str, wanted: Sequence[bool]) -> list[int]:
     sources: defaultdict[str, set[str]] = defaultdict(set)
     for register, operands in _COMPUTED.findall(ptx):
         sources[register] |= set(re.findall(r"%rd?\d+|_param_\d+", operands))
-    found: list[int] = []
+    sizes: list[int] = []
     for vector, bits, address in _STORE.findall(ptx):
         seen, todo = {address}, [address]
         while todo:
@@ -222,5 +222,5 @@ def _stores_to(ptx: str, wanted: Sequence[bool]) -> list[int]:
             seen |= new
             todo += new
         if any(f"_param_{index}" in seen for index, is_wanted in enumerate(wanted) if is_wanted):
-            found.append(int(vector or 1) * int(bits) // 8)
-    return found
+            sizes.append(int(vector or 1) * int(bits) // 8)
+    return sizes
