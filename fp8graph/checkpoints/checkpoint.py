@@ -101,8 +101,8 @@ class Checkpoint:
                         "high precision"
                     )
                     continue
-                found = [(list(one.problems(layer, tensors)), one) for one in formats]
-                wrong, self.layers[layer] = min(found, key=lambda one: len(one[0]))  # the first of equals
+                candidates = [(list(one.problems(layer, tensors)), one) for one in formats]
+                wrong, self.layers[layer] = min(candidates, key=lambda one: len(one[0]))  # the first of equals
                 self.problems += wrong
 
     def _layers_with(self, name: str) -> Iterator[str]:
@@ -138,8 +138,8 @@ def quantization_of(folder: Path) -> Quantization:
         CheckpointError: there is none, or it is of a format that is not known.
     """
     file = folder / "config.json"
-    if (found := _of_config(read_json(file), str(file))) is not None:
-        return found
+    if (quantization := _of_config(read_json(file), str(file))) is not None:
+        return quantization
     if (folder / FILE).exists():
         return parsed(read_json(folder / FILE), str(folder / FILE))
     raise CheckpointError(f"{file}: there is no quantization_config, and no {FILE}: this checkpoint is not in FP8.")
@@ -151,8 +151,8 @@ def parsed(config: Mapping[str, Any], where: str) -> Quantization:
     Raises:
         CheckpointError: it is of a format that is not known.
     """
-    if (found := _of_config(config, where)) is not None:
-        return found
+    if (quantization := _of_config(config, where)) is not None:
+        return quantization
     if config.keys().isdisjoint(("quant_method", "producer")):
         raise CheckpointError(f"{where}: there is neither a quantization_config nor a quant_method: it is not in FP8.")
     producer = config.get("producer")

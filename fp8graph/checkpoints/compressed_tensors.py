@@ -148,8 +148,8 @@ class CompressedTensors(Quantization):
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         ignored, targets = self.matched
-        found = targets.first(layer) if ignored.first(layer) is None else None
-        return () if found is None else (self.groups[found].stored,)
+        group = targets.first(layer) if ignored.first(layer) is None else None
+        return () if group is None else (self.groups[group].stored,)
 
     def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
         ignored, targets = self.matched
@@ -235,8 +235,8 @@ def _stored(weights: object, inputs: object, where: str) -> LayerFormat:
         scale_dtypes: tuple[torch.dtype, ...] = (torch.uint8,) if mx else FLOATS
         per_token = activation == Activation(scale="dynamic", block=_PER_TOKEN)
         channel = "FP8_DYNAMIC" if per_token else "FP8_CHANNEL"
-        known = {"tensor": "FP8", "channel": channel, "block": "FP8_BLOCK", "group": f"FP8_GROUP_{group}"}
-        scheme = "MXFP8" if mx else known[strategy]
+        schemes = {"tensor": "FP8", "channel": channel, "block": "FP8_BLOCK", "group": f"FP8_GROUP_{group}"}
+        scheme = "MXFP8" if mx else schemes[strategy]
     return LayerFormat(
         scheme=scheme + ("" if activation else "A16" if scheme in ("MXFP8", "NVFP4") else "_A16"),
         suffixes=suffixes,
@@ -256,8 +256,8 @@ def _read(fields: Fields, strategies: Sequence[str]) -> tuple[int, str, tuple[in
     fields.one_of("symmetric", [True], True)
     fields.empty("actorder")
     fields.unused("observer", "observer_kwargs", "zp_dtype")
-    known = (None, "torch.uint8", "uint8", "torch.float8_e4m3fn", "float8_e4m3fn")
-    scales = fields.one_of("scale_dtype", [*known, "torch.float32", "torch.bfloat16", "torch.float16"])
+    dtypes = (None, "torch.uint8", "uint8", "torch.float8_e4m3fn", "float8_e4m3fn")
+    scales = fields.one_of("scale_dtype", [*dtypes, "torch.float32", "torch.bfloat16", "torch.float16"])
     group = fields.checked("group_size", lambda g: g is None or g == -1 or is_count(g), "a number of elements")
     block = fields.checked("block_structure", lambda b: b is None or is_pair(b), "null or [rows, columns]")
     default = "tensor" if group is None else "channel" if group == -1 else "group"
@@ -313,5 +313,5 @@ class Targets:
         """The owner; None: the layer has none."""
         if layer in self._names:
             return self._names[layer]
-        found = self._expressions.first(layer)
-        return self._of_all if found is None else self._owners[found]
+        index = self._expressions.first(layer)
+        return self._of_all if index is None else self._owners[index]

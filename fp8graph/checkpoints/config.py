@@ -36,17 +36,17 @@ class Fields:
         value = self._left.pop(name, default)
         return default if value is None else value
 
-    def one_of(self, name: str, known: Sequence[Any], default: Any = None) -> Any:
+    def one_of(self, name: str, choices: Sequence[Any], default: Any = None) -> Any:
         """The value of a field that has few. A known value that is ``default`` may be left out."""
         value = self.take(name, default)
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known):
-            raise self.unknown(name, value, f"Known: {', '.join(repr(one) for one in known)}.")
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices):
+            raise self.unknown(name, value, f"Known: {', '.join(repr(one) for one in choices)}.")
         return value
 
-    def checked(self, name: str, known: Callable[[Any], bool], what: str, default: Any = None) -> Any:
-        """The value of a field for which ``known`` holds; ``what`` says so in words."""
+    def checked(self, name: str, condition: Callable[[Any], bool], what: str, default: Any = None) -> Any:
+        """The value of a field for which ``condition`` holds; ``what`` says so in words."""
         value = self.take(name, default)
-        if not known(value):
+        if not condition(value):
             raise self.unknown(name, value, f"It must be {what}.")
         return value
 
@@ -127,8 +127,8 @@ class Expressions:
             CheckpointError: it takes too long to find out.
         """
         on, last = Name(name, _STEPS), "."
-        found = [index for place, index in self._named(name) if self._then(on, 1 << place)]
-        index = min(found, default=None)
+        indices = [index for place, index in self._named(name) if self._then(on, 1 << place)]
+        index = min(indices, default=None)
         self._left -= len(self._names)
         for other, text, step in self._others:
             if index is not None and index < other:

@@ -120,16 +120,16 @@ class HuggingFaceFP8(Quantization):
         if more:
             schemes = ", ".join(stored.scheme for stored in (first, *more))
             raise CheckpointError(f"{cls.title} has one format for all layers, and these have {schemes}.")
-        found = cls(
+        quantization = cls(
             block=None if first.block == (WHOLE, WHOLE) else first.block,
             scale_format="float" if torch.float8_e8m0fnu not in first.scale_dtypes else "ue8m0",
             static=first.activation is not None and first.activation.scale == "static",
             modules_to_not_convert=tuple(ignore),
             modules_to_convert=tables,
         )
-        if replace(found.linear(), suffixes=_LINEAR, scale_dims=2) != first:
+        if replace(quantization.linear(), suffixes=_LINEAR, scale_dims=2) != first:
             raise CheckpointError(f"{cls.title} has no form for {first.scheme}.")
-        return found
+        return quantization
 
     @classmethod
     def forms(cls) -> Mapping[Kind, LayerFormat]:
@@ -233,10 +233,10 @@ class HuggingFaceMXFP8(HuggingFaceFP8):
 
 def _among_experts(layer: str) -> Part | None:
     """The place of one expert's scales among those of all; None for another layer."""
-    found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
-    if found is None:
+    match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
+    if match is None:
         return None
-    experts, expert, which = found.groups()
+    experts, expert, which = match.groups()
     fused = "down_proj" if which == "down" else "gate_up_proj"
     half = {"gate": 0, "up": 1, "down": None}[which]
     return Part(tensor=f"{experts}.{fused}{_EXPERTS.scale}", expert=int(expert), half=half)

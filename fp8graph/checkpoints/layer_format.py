@@ -176,8 +176,8 @@ class LayerFormat:
     def names(self, layer: str) -> dict[str, str]:
         """The tensors of a layer, by what they are. Those of the input are there only if they are static."""
         s = self.suffixes
-        found = {"weight": s.weight, "scale": s.scale, "global scale": s.global_scale, "input scale": s.input_scale}
-        names = {what: layer + suffix for what, suffix in found.items() if suffix is not None}
+        suffixes = {"weight": s.weight, "scale": s.scale, "global scale": s.global_scale, "input scale": s.input_scale}
+        names = {what: layer + suffix for what, suffix in suffixes.items() if suffix is not None}
         return names if self.part is None else names | {"scale": self.part.tensor}
 
     def problems(self, layer: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
@@ -234,8 +234,8 @@ class LayerFormat:
             wrong = {"NaN": scale.isnan(), "infinite": scale.isinf(), "negative": scale < 0}
             if (scale == 0).any() and not (what == "scale" and self._are_zeros(tensor(names["weight"]), stored, scale)):
                 wrong["zero"] = scale == 0
-            for which, found in wrong.items():
-                if count := int(found.sum()):
+            for which, mask in wrong.items():
+                if count := int(mask.sum()):
                     text = f"tensor {name!r} has {count} of {scale.numel()} scales that are {which}"
                     yield f"{tensors[name].file}: {text}"
 

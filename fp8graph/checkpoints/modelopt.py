@@ -124,7 +124,7 @@ class ModelOpt(Quantization):
         fields = outer if inner is None else Fields(inner, f"{where}: quantization")
         algorithm = fields.take("quant_algo")
         if algorithm != _MIXED:
-            algorithm = _known(algorithm, fields)
+            algorithm = _algorithm(algorithm, fields)
         layers = fields.checked("quantized_layers", lambda layers: isinstance(layers, Mapping), "a table of layers", {})
         excluded = fields.names("exclude_modules") or fields.names("ignore")
         kv_cache = fields.take("kv_cache_quant_algo") or fields.take("kv_cache_scheme")
@@ -206,7 +206,7 @@ class ModelOpt(Quantization):
         return {name: {"quant_algo": _written(one), **_group_size(one)} for name, one in self.layers.items()}
 
 
-def _known(algorithm: object, fields: Fields) -> str:
+def _algorithm(algorithm: object, fields: Fields) -> str:
     """An algorithm by its name in ``ALGORITHMS``."""
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name not in ALGORITHMS:
@@ -222,7 +222,7 @@ def _check_group(fields: Fields, algorithm: str) -> None:
 
 def _of_layer(name: str, layer: object, where: str) -> str:
     fields = Fields(layer, f"{where}: quantized_layers[{name!r}]")
-    algorithm = _known(fields.take("quant_algo"), fields)
+    algorithm = _algorithm(fields.take("quant_algo"), fields)
     _check_group(fields, algorithm)
     fields.empty("has_zero_point", "pre_quant_scale", "lora_rank")
     fields.end()
@@ -255,10 +255,10 @@ def _is_glob(name: str) -> bool:
 def of_glob(pattern: str) -> str:
     """The expression that matches what a pattern of ``fnmatch`` does."""
 
-    def part(found: re.Match[str]) -> str:
-        if found["among"] is None:
-            return {"*": ".*", "?": "."}.get(found[0], re.escape(found[0]))
-        among = found["among"].replace("\\", "\\\\").replace("^", "\\^")
-        return f"[{'^' if found['none'] else ''}{among}]"
+    def part(match: re.Match[str]) -> str:
+        if match["among"] is None:
+            return {"*": ".*", "?": "."}.get(match[0], re.escape(match[0]))
+        among = match["among"].replace("\\", "\\\\").replace("^", "\\^")
+        return f"[{'^' if match['none'] else ''}{among}]"
 
     return re.sub(r"\[(?P<none>!?)(?P<among>[^\]]+)\]|.", part, pattern, flags=re.DOTALL)

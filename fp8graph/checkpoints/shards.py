@@ -79,7 +79,7 @@ class Shards:
         self.folder = path if path.is_dir() else path.parent
         if PARTIAL in self.folder.resolve().name:
             raise CheckpointError(f"{self.folder}: an export to it did not finish. Delete it.")
-        index, files = _found(path)
+        index, files = _index_or_files(path)
         listed = {} if index is None else _of_index(index)
         self._where = listed | {one.name: one for file in files for one in tensors_of(file)}
         self._open: tuple[Path, Any] | None = None
@@ -142,7 +142,7 @@ def tensors_of(file: Path) -> list[TensorInfo]:
     Raises:
         CheckpointError: the file cannot be read, its header is damaged, or it is shorter or longer than it says.
     """
-    found: list[TensorInfo] = []
+    infos: list[TensorInfo] = []
     with _opened(file) as opened:
         names: list[str] = opened.offset_keys()
         if len(names) > _MOST:
@@ -158,8 +158,8 @@ def tensors_of(file: Path) -> list[TensorInfo]:
             kind, shape = entry.get_dtype(), tuple(entry.get_shape())
             size = math.prod(shape) * _bits(kind) // 8
             info = TensorInfo(name=name, file=file, dtype=_TYPES.get(kind), stored_as=kind, shape=shape, bytes=size)
-            found.append(info)
-    return found
+            infos.append(info)
+    return infos
 
 
 def _named_twice(file: Path) -> str | None:
@@ -209,7 +209,7 @@ def _damage(file: Path) -> str:
     return ""
 
 
-def _found(path: Path) -> tuple[Path | None, list[Path]]:
+def _index_or_files(path: Path) -> tuple[Path | None, list[Path]]:
     """The index, or the files of a checkpoint that has none."""
     if path.is_file():
         return (path, []) if path.name.endswith(".json") else (None, [path])

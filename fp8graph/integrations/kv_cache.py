@@ -237,11 +237,11 @@ def compare_logits(
     same: list[Tensor] = []
     calls = [input_ids[:, :prompt], *input_ids[:, prompt:].split(1, 1)]
     for ids in calls:
-        exact, found = (
+        exact, fp8 = (
             model(ids, **{argument: each}, use_cache=True, **inputs).logits[:, -1] for each in (reference, cache)
         )
-        sqnr.append(sqnr_db(exact, found))
-        same.append(exact.argmax(-1) == found.argmax(-1))
+        sqnr.append(sqnr_db(exact, fp8))
+        same.append(exact.argmax(-1) == fp8.argmax(-1))
     return CacheComparison(
         sqnr_db=tuple(sqnr),
         same_token=torch.stack(same).double().mean().item(),

@@ -74,7 +74,7 @@ class HeadScales:
             ConfigError: there are none, a layer has one of the two alone, or two of one (of a decoder and an encoder);
                 or some have another name, by which nobody knows whether they multiply, or zero points.
         """
-        found: dict[int, dict[str, Tensor]] = {}
+        scales: dict[int, dict[str, Tensor]] = {}
         names: dict[tuple[int, str], str] = {}
         for name, tensor in tensors.items():
             if _OTHERS.fullmatch(name) is not None:
@@ -93,16 +93,16 @@ class HeadScales:
                         f"{other!r} and {name!r} are both {which}_scale of layer {layer}: give those of one stack "
                         "of layers and one kind of attention."
                     )
-                found.setdefault(layer, {})[which] = tensor.to(torch.float32).reshape(-1)
-        if not found:
+                scales.setdefault(layer, {})[which] = tensor.to(torch.float32).reshape(-1)
+        if not scales:
             raise ConfigError("no tensor is named ...layers.<number>....k_scale: there are no scales of a cache")
-        for index, both in found.items():
+        for index, both in scales.items():
             if len(both) < 2:
                 raise ConfigError(f"layer {index} has a {'kv'['k' not in both]}_scale alone: a cache needs both")
             keys, values = (names[index, which].rpartition("layers.")[0] for which in "kv")
             if keys != values:
                 raise ConfigError(f"layer {index} has scales of keys in {keys!r} and of values in {values!r}")
-        return HeadScales({index: (both["k"], both["v"]) for index, both in sorted(found.items())})
+        return HeadScales({index: (both["k"], both["v"]) for index, both in sorted(scales.items())})
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The scales by name, for a file: ``layers.0.k_scale``, ..."""

@@ -130,6 +130,6 @@ def __getattr__(name: str) -> Any:
     """``ScalingStateCallback`` or ``FP8Precision``: a class of the Lightning in use, made on first use."""
     if name not in _MADE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    known = [library for library in _LIBRARIES if library in sys.modules]  # imported by the program
-    known = known or [library for library in _LIBRARIES if importlib.util.find_spec(library.partition(".")[0])]
-    return _made_for([*known, *_LIBRARIES][0], name)
+    libraries = [library for library in _LIBRARIES if library in sys.modules]  # imported by the program
+    libraries = libraries or [library for library in _LIBRARIES if importlib.util.find_spec(library.partition(".")[0])]
+    return _made_for([*libraries, *_LIBRARIES][0], name)

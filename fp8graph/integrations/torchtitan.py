@@ -82,25 +82,25 @@ class _State:
 def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> _State:
     """Compile again, with one backend, the blocks of the model's ``parts`` (one, or several stages of a pipeline)."""
     modules = {module: name for part in parts for name, module in part.named_modules()}
-    found = {block: backend for block in modules if (backend := wrappers.orig_backend(block))}
-    names = sorted({str(getattr(backend, "compiler_name", backend)) for backend in found.values()})
+    backends = {block: backend for block in modules if (backend := wrappers.orig_backend(block))}
+    names = sorted({str(getattr(backend, "compiler_name", backend)) for backend in backends.values()})
     if not names:
         raise ConfigError(
             f"{_NAME}: torchtitan compiled no block of {type(parts[0]).__name__}, which would train in high precision. "
             'Pass --compile.enable, with "model" among --compile.components.'
         )
-    known = NAMED.get(names[0]) if len(names) == 1 else None
-    if known is None and names != ["inductor"]:
+    entry = NAMED.get(names[0]) if len(names) == 1 else None
+    if entry is None and names != ["inductor"]:
         raise ConfigError(
             f"{_NAME}: --compile.backend is {', '.join(names)}, in whose place fp8graph does not compile. Leave it at "
             f'"inductor", or name one of {", ".join(NAMED)}.'
         )
-    backend = (known or NAMED[_KEY]).backend(arguments)
+    backend = (entry or NAMED[_KEY]).backend(arguments)
     for part in parts:
         backend.bind(part)
-    for block in found:
+    for block in backends:
         block.compile(backend=backend, fullgraph=True)
-    return _State(backend, [wrappers.name_in_original(modules[block]) for block in found])
+    return _State(backend, [wrappers.name_in_original(modules[block]) for block in backends])
 
 
 if importlib.util.find_spec("torchtitan") is not None:

@@ -60,8 +60,8 @@ def adopt(model: _Model) -> _Model:
             module.__dict__["forward"] = MethodType(forward, module)
     keep_compressed(model)
     adopt_adapters(model)
-    known = (reader_of, forward_of_experts, is_table)
-    fsdp.gather_as_stored({module for module in model.modules() if any(each(module) for each in known)})
+    predicates = (reader_of, forward_of_experts, is_table)
+    fsdp.gather_as_stored({module for module in model.modules() if any(each(module) for each in predicates)})
     return model
 
 
@@ -96,8 +96,10 @@ def dequantized_in_forward(model: nn.Module) -> Iterator[tuple[str, str, torch.d
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:
     """The FP8 layers of ``model`` that :func:`adopt` has not seen."""
-    found = ((module, _forward(module), module.__dict__.get("forward")) for module in model.modules())
-    return [m for m, forward, given in found if forward is not None and getattr(given, "__func__", None) is not forward]
+    forwards = ((module, _forward(module), module.__dict__.get("forward")) for module in model.modules())
+    return [
+        m for m, forward, given in forwards if forward is not None and getattr(given, "__func__", None) is not forward
+    ]
 
 
 def _forward(module: nn.Module) -> Callable[..., Any] | None:
