@@ -84,12 +84,12 @@ def _bends_down(first: Option, middle: Option, last: Option) -> bool:
 
 def steps(decisions: Mapping[Key, Sequence[Option]]) -> list[Step]:
     """All steps of all decisions, those first that save most time per error."""
-    found: list[Step] = []
+    all_steps: list[Step] = []
     for key, options in decisions.items():
         best = hull(options)
-        found += [Step(key, before, after) for before, after in zip(best, best[1:], strict=False)]
+        all_steps += [Step(key, before, after) for before, after in zip(best, best[1:], strict=False)]
     # a step without error comes first; sorted() keeps the order of equal ones, so the walk is reproducible
-    return sorted(found, key=lambda step: step.error / step.saved)
+    return sorted(all_steps, key=lambda step: step.error / step.saved)
 
 
 def start(decisions: Mapping[Key, Sequence[Option]]) -> dict[Key, Option]:
@@ -132,16 +132,16 @@ def within_seconds(decisions: Mapping[Key, Sequence[Option]], most: float) -> di
     """The choice of least error that the walk finds with a time of at most ``most``; None if there is none."""
     chosen: dict[Any, Option] = dict(start(decisions))
     seconds = sum(option.seconds for option in chosen.values())
-    taken: list[Step] = []
+    walk: list[Step] = []
     for step in steps(decisions):
         if seconds <= most * (1 + 1e-12):
             break
         chosen[step.key] = step.after
         seconds -= step.saved
-        taken.append(step)
+        walk.append(step)
     if seconds > most * (1 + 1e-9):
         return None
-    for step in reversed(taken):  # the last step may have saved more than was needed: take back what is not
+    for step in reversed(walk):  # the last step may have saved more than was needed: take back what is not
         if chosen[step.key] is step.after and seconds + step.saved <= most:
             chosen[step.key] = step.before
             seconds += step.saved

@@ -69,13 +69,13 @@ class Measured:
         return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
 
 
-def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
+def seconds(row: Measured, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
     """The time of a GEMM on ``device``, with its part of the quantization; None if the device cannot multiply so.
 
     Weights are quantized once per update and cost nothing. ``sharing``: how many linears read the input.
     """
     assert device.speed is not None
-    sizes, dtype, gemm = (found.m, found.n, found.k), found.dtype, cast(GemmName, found.gemm)
+    sizes, dtype, gemm = (row.m, row.n, row.k), row.dtype, cast(GemmName, row.gemm)
     if recipe is None:
         return gemm_seconds(device.speed, *sizes, dtype)
     if not recipe.covers(gemm):
@@ -84,7 +84,7 @@ def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: i
     a, b = (device.quantizer(recipe, operand) for operand in operands)
     if device.obstacle(a, b, dtype) is not None:
         return None
-    elements = (found.m * found.k, found.k * found.n)
+    elements = (row.m * row.k, row.k * row.n)
     read = tuple(
         Operand(
             elements=size,
@@ -228,14 +228,14 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
         rows.setdefault((row["site"], row["gemm"], row["candidate"]), []).append(row)
     groups: dict[str, str] = {}  # a module that is called twice is in the group of its first call
     order = {fqn: index for index, fqn in enumerate(dict.fromkeys(gemm.fqn for gemm in gemms))}  # of forward
-    found: list[Measured] = []
+    sums: list[Measured] = []
     for (site, gemm, candidate), measured in rows.items():
         record = records.get((site, gemm))
         if record is None:
             raise ConfigError(f"tune(): {site!r} was measured before, and is not in this model: give another file.")
         m, n, k = (size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k))
         group = groups.setdefault(record.fqn, measured[0]["group"])
-        found.append(
+        sums.append(
             Measured(
                 site=record.fqn,
                 op=record.op,
@@ -250,7 +250,7 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
                 **{part: sum(row[part] for row in measured) for part in ERROR_PARTS},
             )
         )
-    return found
+    return sums
 
 
 def _loss(output: Any, batch: Any, loss: Loss | None) -> Tensor:

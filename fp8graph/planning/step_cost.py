@@ -76,8 +76,8 @@ class Network:
         except TypeError as error:
             raise ConfigError(f"{target}: network: {error}") from None
         except KeyError:
-            known = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
-            raise ConfigError(f'{known}. Use a calibration file with a "network" as target.') from None
+            reason = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
+            raise ConfigError(f'{reason}. Use a calibration file with a "network" as target.') from None
 
     def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
         """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
@@ -165,9 +165,9 @@ class Plan:
         parts = ("recipe", "seconds", "gemms", "others", "exposed", "communication")
         steps: list[dict[str, Any]] = []
         for step in self.steps:
-            found = [dataclasses.asdict(c) | {"count": count} for c, count in step.collectives.items()]
+            rows = [dataclasses.asdict(c) | {"count": count} for c, count in step.collectives.items()]
             values = {name: getattr(step, name) for name in parts}
-            steps.append({**values, "sent": self.sent(step), "collectives": found})
+            steps.append({**values, "sent": self.sent(step), "collectives": rows})
         return {
             "mesh": dataclasses.asdict(self.mesh) | {"gpus": self.mesh.gpus},
             "speed": self.speed.name,
@@ -193,9 +193,9 @@ class Plan:
             times.append((step.recipe, total, f"{first.seconds / step.seconds:.2f}", rate, *parts))
         sent = [self.sent(step) for step in self.steps]
         rows = [("sent by each GPU, MB per step", *(step.recipe for step in self.steps))]
-        for key in dict.fromkeys(key for found in sent for key in found):
-            rows.append((key, *(f"{found[key] / 1e6:,.3f}" if key in found else "-" for found in sent)))
-        rows.append(("all", *(f"{sum(found.values()) / 1e6:,.3f}" for found in sent)))
+        for key in dict.fromkeys(key for amounts in sent for key in amounts):
+            rows.append((key, *(f"{amounts[key] / 1e6:,.3f}" if key in amounts else "-" for amounts in sent)))
+        rows.append(("all", *(f"{sum(amounts.values()) / 1e6:,.3f}" for amounts in sent)))
         lines = [
             f"{self.mesh}: {self.mesh.gpus:,} GPUs, {tokens:,} tokens per step, {self.tokens:,} per replica",
             "",

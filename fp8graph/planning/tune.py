@@ -85,13 +85,13 @@ class Tuned:
 
     def _by_decision(self) -> dict[tuple[str, str], list[Score]]:
         """The scores of each group and GEMM, one per recipe (of its first layer: the others add theirs)."""
-        found: dict[tuple[str, str], dict[str, Score]] = {}
+        decisions: dict[tuple[str, str], dict[str, Score]] = {}
         for score in self.scores:
-            own = found.setdefault((score.group, score.gemm), {})
+            own = decisions.setdefault((score.group, score.gemm), {})
             before = own.get(score.recipe)
             error = score.error + (0.0 if before is None else before.error)
             own[score.recipe] = dataclasses.replace(score, error=error)
-        ordered = sorted(found.items(), key=lambda item: -max(score.error for score in item[1].values()))
+        ordered = sorted(decisions.items(), key=lambda item: -max(score.error for score in item[1].values()))
         return {key: list(own.values()) for key, own in ordered}
 
     def save(self, path: str | Path) -> None:
@@ -189,7 +189,7 @@ def tune(
         expect_path("tune", "resume", resume)
     path = None if resume is None else Path(resume)
     bar: Callable[[Iterable[Any]], Iterable[Any]] = functools.partial(_bar, shown=progress)
-    found, backend = measure(
+    measurements, backend = measure(
         model,
         batches,
         [candidate.without_state for candidate in candidates],
@@ -200,11 +200,11 @@ def tune(
         resume=path,
         progress=bar,
     )
-    return _choose(found, backend, candidates, labels, device, budget, min_speedup)
+    return _choose(measurements, backend, candidates, labels, device, budget, min_speedup)
 
 
 def _choose(
-    found: Sequence[Measured],
+    measurements: Sequence[Measured],
     backend: Scoring,
     candidates: Sequence[Recipe],
     labels: Sequence[str],
@@ -212,9 +212,9 @@ def _choose(
     budget: float,
     min_speedup: float | None,
 ) -> Tuned:
-    if not found:
+    if not measurements:
         raise ConfigError("tune() found nothing to decide: no linear of the model has a backward in a compiled graph.")
-    scores = _scores(found, candidates, labels, device)
+    scores = _scores(measurements, candidates, labels, device)
     decisions: dict[Decision, list[choose.Option]] = {}
     for key in dict.fromkeys((score.group, score.gemm) for score in scores):
         own = [score for score in scores if (score.group, score.gemm) == key]
@@ -263,29 +263,29 @@ def _choose(
 
 
 def _scores(
-    found: Sequence[Measured], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
+    measurements: Sequence[Measured], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
 ) -> list[Score]:
     """Every measured error as a share of what the fastest recipe makes everywhere, with the predicted times."""
     members: dict[str, set[str]] = {}
-    for one in found:
+    for one in measurements:
         members.setdefault(one.group, set()).add(one.site)
 
     def time(one: Measured, recipe: Recipe | None) -> float | None:
         return seconds(one, recipe, device, len(members[one.group]))
 
-    times = [time(one, candidates[one.candidate]) for one in found]
-    plain = [time(one, None) or 0.0 for one in found]
+    times = [time(one, candidates[one.candidate]) for one in measurements]
+    plain = [time(one, None) or 0.0 for one in measurements]
     totals = {
         index: sum(
             min(t, p) if t is not None else p
-            for one, t, p in zip(found, times, plain, strict=True)
+            for one, t, p in zip(measurements, times, plain, strict=True)
             if one.candidate == index
         )
         for index in range(len(candidates))
     }
     fastest = min(totals, key=lambda index: totals[index])
-    kinds = list(dict.fromkeys(one.gemm for one in found))
-    whole = {kind: sum(o.error for o in found if o.gemm == kind and o.candidate == fastest) for kind in kinds}
+    kinds = list(dict.fromkeys(one.gemm for one in measurements))
+    whole = {kind: sum(o.error for o in measurements if o.gemm == kind and o.candidate == fastest) for kind in kinds}
     return [
         Score(
             site=one.site,
@@ -299,7 +299,7 @@ def _scores(
             seconds=t,
             high_precision_seconds=p,
         )
-        for one, t, p in zip(found, times, plain, strict=True)
+        for one, t, p in zip(measurements, times, plain, strict=True)
     ]
 
 

@@ -217,8 +217,8 @@ def collectives(
         recipe: of the GEMMs in FP8.
         fp8: the GEMMs that run in FP8, by the name of their linear (``step_cost.decide``).
     """
-    found = [*_of_parameters(work, mesh, recipe, fp8 or {}), *_of_activations(work, mesh, recipe, fp8 or {})]
-    return Counter(collective for collective in found if mesh.group(collective.axis)[0] > 1)
+    candidates = [*_of_parameters(work, mesh, recipe, fp8 or {}), *_of_activations(work, mesh, recipe, fp8 or {})]
+    return Counter(collective for collective in candidates if mesh.group(collective.axis)[0] > 1)
 
 
 def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]) -> dict[str, Linear]:
@@ -235,7 +235,7 @@ def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[
     tile = max(quantizer.block) if apart else quantizer.block[0]
     if kind.not_sent is not None:
         return {}
-    found: dict[str, Linear] = {}
+    linears: dict[str, Linear] = {}
     for linear in work.linears:
         name = f"{linear.fqn}.weight"
         if name in work.parameters and {"fprop", "dgrad"} <= fp8.get(linear.fqn, set()):
@@ -244,8 +244,8 @@ def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[
                 continue
             shards = mesh.fsdp * (tile if tile > 1 else 1)
             if rows % shards == 0 and rows % 16 == columns % 16 == 0:  # others are uneven or padded
-                found[name] = linear
-    return found
+                linears[name] = linear
+    return linears
 
 
 def _of_parameters(
@@ -280,8 +280,8 @@ def _of_parameters(
     kind = None if recipe is None else SCALINGS[recipe.quantizer("weight").scaling]
     if kind is not None and sent and not kind.has_state and not kind.tiled:
         # of weights that are multiplied as one; a scale per column is that of the rows of all ranks, too
-        known = {work.reads(linear): 1 if kind.one_scale else work.shape(name)[1] for name, linear in sent.items()}
-        scales = sum(known.values())
+        per_weight = {work.reads(linear): 1 if kind.one_scale else work.shape(name)[1] for name, linear in sent.items()}
+        scales = sum(per_weight.values())
         yield one(purpose="amaxes", kind="all_reduce", axis="fsdp", dtype="float32", payload=4 * scales)
 
 
@@ -296,8 +296,8 @@ def _tiles(work: Workload, recipe: Recipe, sent: Iterable[str], unit: str) -> in
     quantizer = recipe.quantizer("weight")
     kind = SCALINGS[quantizer.scaling]
     shapes = [work.shape(name) for name in sent if _layer(name) == unit]
-    found = [kind.scale_shape(shape[0], shape[1], quantizer.block) for shape in shapes]
-    return kind.scale_dtype.itemsize * sum(math.prod(shape) for shape in found if shape is not None)
+    scale_shapes = [kind.scale_shape(shape[0], shape[1], quantizer.block) for shape in shapes]
+    return kind.scale_dtype.itemsize * sum(math.prod(shape) for shape in scale_shapes if shape is not None)
 
 
 def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:

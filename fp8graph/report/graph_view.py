@@ -133,12 +133,12 @@ def announce(view: GraphView) -> None:
         trace_artifact(f"fp8graph_{position:02}_{stage}", text)
 
 
-def add_origins(found: dict[str, Origin], graph: fx.Graph) -> None:
-    """Add the nodes of ``graph`` whose names are not in ``found``.
+def add_origins(origins: dict[str, Origin], graph: fx.Graph) -> None:
+    """Add the nodes of ``graph`` whose names are not in ``origins``.
 
     A sum of gradients belongs to no module by itself: it gets the module of the last gradient that has one.
     """
-    new = [node for node in graph.nodes if node.name not in found]
+    new = [node for node in graph.nodes if node.name not in origins]
     if not new:
         return
     in_backward = backward_nodes(graph)
@@ -147,22 +147,22 @@ def add_origins(found: dict[str, Origin], graph: fx.Graph) -> None:
         module, backward = split_source(module_path(node))[1], node in in_backward
         if not module and backward and node.target is torch.ops.aten.add.Tensor:
             given = (
-                found[source.name].module for source in reversed(node.all_input_nodes) if source.op != "placeholder"
+                origins[source.name].module for source in reversed(node.all_input_nodes) if source.op != "placeholder"
             )
             module = next(filter(None, given), "")
         trace = str(node.meta.get("stack_trace") or "")
         if trace not in lines:
             lines[trace] = source_line(trace)
-        found[node.name] = Origin(module=module, source=lines[trace], backward=backward)
+        origins[node.name] = Origin(module=module, source=lines[trace], backward=backward)
 
 
 def input_origins(names: Mapping[fx.Node, str | None]) -> dict[str, Origin]:
     """The inputs of a graph, by their names in the report; None: an unused spare input."""
-    found: dict[str, Origin] = {}
+    origins: dict[str, Origin] = {}
     for node, text in names.items():
         root, path = split_source(text or "")
-        found[node.name] = Origin(module=path or root, source="", backward=str(node.target).startswith("tangents"))
-    return found
+        origins[node.name] = Origin(module=path or root, source="", backward=str(node.target).startswith("tangents"))
+    return origins
 
 
 def source_line(trace: str) -> str:
@@ -179,7 +179,7 @@ def source_line(trace: str) -> str:
 
 def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
     """Every functional collective of ``graph``, in order."""
-    found: list[CollectiveRecord] = []
+    records: list[CollectiveRecord] = []
     in_backward = backward_nodes(graph)
     for node in nodes(graph, collectives.KINDS):
         kind = collectives.KINDS[node.target]
@@ -187,7 +187,7 @@ def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
         gathered = cast("Gathered | None", node.meta.get(GATHERED_KEY))
         ranks = _ranks(node)
         largest = max(size_hint(x.numel()) for x in (given, result))
-        found.append(
+        records.append(
             CollectiveRecord(
                 kind=kind,
                 direction="backward" if node in in_backward else "forward",
@@ -199,7 +199,7 @@ def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
                 reason=gathered.reason if gathered else str(node.meta.get(PURPOSE_KEY, "")),
             )
         )
-    return found
+    return records
 
 
 def _ranks(node: fx.Node) -> int:

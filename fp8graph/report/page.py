@@ -274,7 +274,7 @@ def _readings(stages: Iterable[Sequence[str]], layers: Mapping[str, str]) -> dic
     """By layer: its lines in all stages, with nodes in place of names."""
     numbers: dict[str, int] = {}  # of a node, among those of its layer
     counts: dict[str, int] = {}
-    known: dict[str, str] = {}  # line -> its reading
+    by_line: dict[str, str] = {}  # line -> its reading
     readings: dict[str, list[str]] = {}
     for lines in stages:
         for line in lines:
@@ -284,9 +284,9 @@ def _readings(stages: Iterable[Sequence[str]], layers: Mapping[str, str]) -> dic
                 continue
             if name not in numbers:
                 numbers[name] = counts[layer] = counts.get(layer, -1) + 1
-            reading = known.get(line)
+            reading = by_line.get(line)
             if reading is None:
-                reading = known[line] = _reading(line, layer, layers, numbers)
+                reading = by_line[line] = _reading(line, layer, layers, numbers)
             readings.setdefault(layer, []).append(reading)
         for reading in readings.values():
             reading.append("")
@@ -370,12 +370,12 @@ def _losses(losses: Losses | None) -> list[tuple[int, float]] | None:
         return None
     try:
         pairs = losses.items() if isinstance(losses, Mapping) else enumerate(losses)
-        known = sorted((int(step), float(loss)) for step, loss in pairs)
+        points = sorted((int(step), float(loss)) for step, loss in pairs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"losses={type(losses).__name__}: {error}. Give one number per step, or a mapping from step to loss."
         ) from None
-    return [(step, loss) for step, loss in known if math.isfinite(loss)]
+    return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
 def _matrix(values: Mapping[tuple[int, int], float], columns: Mapping[int, int], rows: int) -> str:

@@ -213,10 +213,10 @@ class Report:
         ]
         lines += [type(rows[0]).share(rows, self.gemms) for rows in by_kind(self.others)]
         for direction in ("forward", "backward", "step"):
-            found = [c for c in self.collectives if c.direction == direction]
-            if found:
-                sent = sum(c.bytes_sent for c in found)
-                lines.append(f"{direction}: {len(found)} collectives, in which each rank sends {size_text(sent)}")
+            records = [c for c in self.collectives if c.direction == direction]
+            if records:
+                sent = sum(c.bytes_sent for c in records)
+                lines.append(f"{direction}: {len(records)} collectives, in which each rank sends {size_text(sent)}")
         if self.weights:
             size = size_text(self.weight_bytes)
             kept = (

@@ -68,11 +68,11 @@ def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
         groups.setdefault(key, []).append(gemm)
     # where two rows of one GEMM would have one name, the numbers of their layers are in it
     several = Counter((site, gemm) for site, _, gemm, *_ in groups)
-    found: list[GemmGroup] = []
+    rows: list[GemmGroup] = []
     for (site, op, gemm, *rest), records in groups.items():
         name = these_layers(site, [record.name for record in records]) if several[site, gemm] > 1 else site
-        found.append(GemmGroup(name, op, gemm, *rest, gemms=records))
-    return found
+        rows.append(GemmGroup(name, op, gemm, *rest, gemms=records))
+    return rows
 
 
 def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
@@ -83,10 +83,10 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
 
 def by_kind(others: Iterable[OtherRecord]) -> list[list[OtherRecord]]:
     """The rows of each kind of site, in the order of their first ones."""
-    found: dict[type[OtherRecord], list[OtherRecord]] = {}
+    kinds: dict[type[OtherRecord], list[OtherRecord]] = {}
     for row in others:
-        found.setdefault(type(row), []).append(row)
-    return list(found.values())
+        kinds.setdefault(type(row), []).append(row)
+    return list(kinds.values())
 
 
 def other_rows(rows: Sequence[OtherRecord]) -> list[tuple[str, ...]]:
@@ -126,8 +126,8 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
 
 def sites(names: Iterable[str]) -> str:
     """The first names, as in :func:`gemm_rows`."""
-    known = list(dict.fromkeys(any_layer(name) or "(root)" for name in names))
-    return ", ".join(known[:4]) + (", ..." if len(known) > 4 else "")
+    layers = list(dict.fromkeys(any_layer(name) or "(root)" for name in names))
+    return ", ".join(layers[:4]) + (", ..." if len(layers) > 4 else "")
 
 
 def any_layer(name: str) -> str:

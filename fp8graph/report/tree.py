@@ -78,9 +78,9 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
         decisions = [(one.direction, one.recipe or "-", one.execution, one.reason) for one in records]
         names = [record.fqn for record in records]
         _node(root, site, names).sites.append(_phrases(records[0].title, decisions, notes))
-    found = Tree(Text(title, style="bold"))
-    _grow(found, root)
-    return found
+    top = Tree(Text(title, style="bold"))
+    _grow(top, root)
+    return top
 
 
 def _sites(gemms: Iterable[GemmRecord]) -> list[tuple[str, list[list[GemmRecord]]]]:
@@ -101,12 +101,12 @@ def _sites(gemms: Iterable[GemmRecord]) -> list[tuple[str, list[list[GemmRecord]
 
 def _node(root: Node, site: str, names: Iterable[str]) -> Node:
     """The node of ``site``; ``names`` are those of all modules that it stands for."""
-    found = root
+    node = root
     split = [name.split(".") for name in names]
     for depth, part in enumerate(site.split(".")):
-        found = found.parts.setdefault(part, Node())
-        found.count = max(found.count, len({"".join(name[depth : depth + 1]) for name in split}))
-    return found
+        node = node.parts.setdefault(part, Node())
+        node.count = max(node.count, len({"".join(name[depth : depth + 1]) for name in split}))
+    return node
 
 
 def _grow(branch: Tree, node: Node) -> None:
