@@ -42,10 +42,10 @@ def fp8_gpu() -> torch.device:
         ConfigError: there is no GPU, or it does not multiply FP8.
     """
     device = hardware.current_device()
-    found = hardware.of_device(device)
-    if not found.is_gpu or not found.scalings:
+    gpu = hardware.of_device(device)
+    if not gpu.is_gpu or not gpu.scalings:
         raise ConfigError(
-            f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on a GPU that has one, like an H100."
+            f"nothing to measure: {gpu.name} has no fast FP8 GEMM. Run this on a GPU that has one, like an H100."
         )
     return device
 
@@ -77,7 +77,7 @@ class Calibration:
     failed: str = ""  # why the last scaling has no measured rate; it keeps the one of ``RATES``
 
 
-def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
+def calibrate(device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
     """Measure ``device``: first the rates that every prediction needs, then each scaling. Each yield is complete.
 
     Args:
@@ -93,7 +93,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
     def fp8_rate(scaling: Scaling) -> float:
         recipe = resolve_recipe(_RECIPES[scaling])
         assert isinstance(recipe, Recipe)
-        return flops / seconds(_scaled_mm(found, recipe, size, device))
+        return flops / seconds(_scaled_mm(gpu, recipe, size, device))
 
     first, *others = _RECIPES
     fp8 = fp8_rate(first)
@@ -111,7 +111,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
     )
     yield (done := Calibration(speed=speed, measured=(first,)))
     for scaling in others:
-        if scaling not in found.scalings:
+        if scaling not in gpu.scalings:
             continue
         try:
             flops_reached = fp8_rate(scaling)
@@ -125,11 +125,11 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         yield (done := Calibration(speed=speed, measured=(*done.measured, scaling)))
 
 
-def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """The fprop of a square linear, with operands as ``found`` has them."""
+def _scaled_mm(gpu: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
+    """The fprop of a square linear, with operands as ``gpu`` has them."""
     operands: tuple[OperandName, OperandName] = ("input", "weight")
-    a, b = (found.quantizer(recipe, operand) for operand in operands)
-    m, n, k = found.alignment(a, b)
+    a, b = (gpu.quantizer(recipe, operand) for operand in operands)
+    m, n, k = gpu.alignment(a, b)
     settings: dict[str, Any] = {"scaling": a.scaling}
     data: list[Tensor] = []
     scales: list[Tensor] = []
@@ -150,25 +150,25 @@ def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device)
     return lambda: hardware.scaled_mm(*args, **settings)  # puts scales in order, if the device needs that
 
 
-def describe(done: Calibration, found: Hardware) -> str:
+def describe(done: Calibration, gpu: Hardware) -> str:
     """One line about the last measurement."""
     if done.failed:
         return f"left out: {done.failed}"
     speed, last = done.speed, done.measured[-1]
     if len(done.measured) == 1:
         return (
-            f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
+            f"{speed.name} ({gpu.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
             f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s"
         )
     reached = speed.low_precision_flops(SCALINGS[last])
     return f"{_RECIPES[last]}: {reached / 1e12:.0f} TFLOP/s"
 
 
-def write(path: Path, found: Hardware, done: Calibration) -> None:
+def write(path: Path, gpu: Hardware, done: Calibration) -> None:
     """Write a file for ``Backend(target=path)`` and ``explain(..., target=path)``, with the measured rates."""
     speed = dataclasses.asdict(done.speed)
     speed["rates"] = {name: done.speed.rates[name] for name in done.measured}
-    values = {"target": found.name, "speed": speed, "torch": torch.__version__}
+    values = {"target": gpu.name, "speed": speed, "torch": torch.__version__}
     write_file(path, json.dumps(values, indent=1) + "\n", str(path))
 
 

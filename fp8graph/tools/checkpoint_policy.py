@@ -97,31 +97,31 @@ class _Layers:
         for layer, owner in owners.items():
             form = _as_one(self._stored[layer]) if layer in self._stored else None
             forms.setdefault(owner, {}).setdefault(form, layer)
-        for (module, op), found in forms.items():
-            if len(found) > 1:
-                texts = (f"{layer!r} {'is not' if one is None else one.scheme}" for one, layer in found.items())
+        for (module, op), by_form in forms.items():
+            if len(by_form) > 1:
+                texts = (f"{layer!r} {'is not' if one is None else one.scheme}" for one, layer in by_form.items())
                 raise CheckpointError(
                     f"{self._checkpoint.folder}: the layers of {module!r} are quantized in several ways "
                     f"({', '.join(texts)}), and a rule gives all of them one recipe."
                 )
-            if (form := next(iter(found))) is not None:
+            if (form := next(iter(by_form))) is not None:
                 yield module, op, form
 
     def _owners(self) -> dict[str, tuple[str, str]]:
         """By layer of the checkpoint: the module that multiplies its weight, and the op of a rule for that."""
-        found = {layer: _owner(layer) for layer in self._stored}
+        owners = {layer: _owner(layer) for layer in self._stored}
         try:
             model = model_of_checkpoint(self._checkpoint)
             saved = saved_layers(model)
         except ConfigError as error:
             _log.info("%s: names of layers are taken from its files: %s", self._checkpoint.folder, error)
-            return found
+            return owners
         fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
         for parameter, layers in saved.items():
             if not self._stored.keys().isdisjoint(layers):
                 owner = parameter.rpartition(".")[0], "*" if parameter in fused else "linear"
-                found |= dict.fromkeys(layers, owner)
-        return found
+                owners |= dict.fromkeys(layers, owner)
+        return owners
 
     def _unlisted(self) -> Iterator[tuple[str, LayerFormat]]:
         """The layers that the config leaves in high precision, and the files have in FP8: stored as others are.
@@ -298,5 +298,5 @@ def _kind_of(stored: LayerFormat) -> tuple[str, str]:
 
 
 def _scales(block: tuple[int, int]) -> str:
-    known = {(WHOLE, WHOLE): "one scale", (1, WHOLE): "a scale per row"}
-    return known.get(block, f"{block[0]}x{block[1]} scales")
+    texts = {(WHOLE, WHOLE): "one scale", (1, WHOLE): "a scale per row"}
+    return texts.get(block, f"{block[0]}x{block[1]} scales")

@@ -151,14 +151,14 @@ def compare_layers(
         title, policy = _policy(with_)
         recipes = {layer: _recipe(policy, row) for layer, row in rows.items()}
         there = {layer for layer, recipe in recipes.items() if recipe is not None}
-    found = {(at, to): tuple(x for x in rows if (x in here, x in there) == (at, to)) for at in (0, 1) for to in (0, 1)}
-    other = {layer: (str(rows[layer].recipe), str(recipes[layer])) for layer in found[1, 1] if layer in recipes}
+    groups = {(at, to): tuple(x for x in rows if (x in here, x in there) == (at, to)) for at in (0, 1) for to in (0, 1)}
+    other = {layer: (str(rows[layer].recipe), str(recipes[layer])) for layer in groups[1, 1] if layer in recipes}
     return LayerComparison(
         there=title,
-        both=found[1, 1],
-        only_here=found[1, 0],
-        only_there=found[0, 1],
-        neither=found[0, 0],
+        both=groups[1, 1],
+        only_here=groups[1, 0],
+        only_there=groups[0, 1],
+        neither=groups[0, 0],
         other_recipe={layer: two for layer, two in other.items() if two[0] != two[1]},
     )
 
@@ -166,8 +166,8 @@ def compare_layers(
 def _policy(given: Any) -> tuple[str, Policy]:
     """The policy that ``given`` stands for, and its name in a text."""
     if isinstance(given, str) and not os.path.exists(given):
-        known = f"{', '.join(ENGINES)}, a policy or a path"
-        raise ConfigError(f"compare_layers(with_={given!r}): not one of {known}.{did_you_mean(given, ENGINES)}")
+        choices = f"{', '.join(ENGINES)}, a policy or a path"
+        raise ConfigError(f"compare_layers(with_={given!r}): not one of {choices}.{did_you_mean(given, ENGINES)}")
     policy = Policy.from_checkpoint(given) if hasattr(given, "to_dict") and not isinstance(given, Policy) else given
     title = str(given) if isinstance(given, (str, os.PathLike)) else "the policy"
     return title, extended(Policy.coerce(policy), ())

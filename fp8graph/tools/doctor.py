@@ -83,9 +83,9 @@ def here() -> tuple[str, str, str | None]:
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
     """Whether tests ran on these versions together; if not, on which they did."""
     these = (torch_version, python, transformers)
-    found = [run for run in RUNS if all(map(_same, these, (run.torch, run.python, run.transformers)))]
-    if found:
-        which = "all fast tests" if any(run.all_fast_tests for run in found) else "a sample of the tests"
+    matches = [run for run in RUNS if all(map(_same, these, (run.torch, run.python, run.transformers)))]
+    if matches:
+        which = "all fast tests" if any(run.all_fast_tests for run in matches) else "a sample of the tests"
         return f"{which} ran on them"
     low, high = SUPPORTED_TORCH
     allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
@@ -103,9 +103,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return int(major), int(minor)
 
 
-def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
+def support(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
     """ "native", "emulated", or which of the GEMMs of a bf16 linear (of experts, if ``grouped``) are native."""
-    support = support_of(found, recipe, grouped=grouped)
+    support = support_of(device, recipe, grouped=grouped)
     if support:
         return "native"
     return f"{', '.join(support.native)} native" if support.native else "emulated"
@@ -142,9 +142,9 @@ def machine() -> list[tuple[str, str]]:
         else [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
     )
     for gpu in gpus:
-        found = hardware.of_device(gpu)
-        fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
-        rows.append((str(gpu), f"{hardware.device_name(gpu)}, {found.name}{fast}"))
+        device = hardware.of_device(gpu)
+        fast = "" if device.scalings else ": no FP8 GEMMs, every recipe is emulated"
+        rows.append((str(gpu), f"{hardware.device_name(gpu)}, {device.name}{fast}"))
     if not gpus:
         rows.append(("GPU", "none: the CPU gives the right numbers, but not faster than bf16"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

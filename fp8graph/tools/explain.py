@@ -109,7 +109,7 @@ class Generating(Backend):
         numbers: dict[str, list[int]] = {}
         for number, view in enumerate(report.graphs):
             numbers.setdefault(view.after, []).append(number)
-        found: list[KernelRecord] = []
+        records: list[KernelRecord] = []
         for position, kernel in enumerate(self.generator.kernels):
             text, which = self._graphs.get(position, ("", 0))
             number = numbers[text][min(which, len(numbers[text]) - 1)] if text in numbers else None
@@ -117,8 +117,8 @@ class Generating(Backend):
             reads, nodes, writes = (
                 tuple(name for name in names if name in there) for names in (kernel.reads, kernel.nodes, kernel.writes)
             )
-            found.append(dataclasses.replace(kernel, number=number, nodes=nodes, reads=reads, writes=writes))
-        return found
+            records.append(dataclasses.replace(kernel, number=number, nodes=nodes, reads=reads, writes=writes))
+        return records
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         generate = functools.partial(self.generator, direction="weights")

@@ -240,8 +240,8 @@ class _Plan:
         self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
         self._tables = set[str]()  # embeddings, by layer of the model
         self._stored = {weight.parameter: weight for weight in self._stored_layers()}
-        found = [*multiplied_by(self._backend, self.model, data=False), *self._stored.values()]
-        if not found:
+        weights = [*multiplied_by(self._backend, self.model, data=False), *self._stored.values()]
+        if not weights:
             raise ConfigError(
                 f"no weight of {self._class} is multiplied in FP8 by what is compiled now. "
                 + (
@@ -250,9 +250,9 @@ class _Plan:
                     else "Its compiled code has not run under the current policy: call it once."
                 )
             )
-        shapes = {weight.parameter: self._parameters[weight.parameter].shape for weight in found}
+        shapes = {weight.parameter: self._parameters[weight.parameter].shape for weight in weights}
         self._parts = saved_parts(self.model, shapes)
-        for weight in found:
+        for weight in weights:
             if reason := self._why_kept(weight):
                 if weight.parameter in self._stored:  # its numbers mean nothing without their scales
                     raise ConfigError(f"{weight.layer} cannot be exported as it is stored: {reason}.")
@@ -260,7 +260,7 @@ class _Plan:
                 _log.warning("%s is exported in high precision: %s", weight.parameter.removesuffix(".weight"), reason)
         if not self._parts:
             raise ConfigError(f"no linear of {self._class} can be written in FP8: see the warnings above.")
-        written = [weight for weight in found if weight.parameter in self._parts]
+        written = [weight for weight in weights if weight.parameter in self._parts]
         self._kinds = {
             part.layer: EMBEDDING if weight.layer in self._tables else kind_of(weight)
             for weight in written
@@ -436,7 +436,7 @@ class _Plan:
     def _other_tensors(self) -> list[tuple[list[str], dict[str, Tensor]]]:
         """The names of tensors that are saved together, and these tensors, as the model has them."""
         seen: set[tuple[Any, ...]] = set()
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for saved, tensor in self.model.state_dict().items():
             name = name_in_original(saved)
             layer, _, leaf = name.rpartition(".")
@@ -448,10 +448,10 @@ class _Plan:
                 key = (id(self._parameters[name]),)  # shards may be empty, with the address of others
             if name not in self._parts and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
                 seen.add(key)
-                found[name] = tensor
-        sharded = any(mesh_of(x) is not None for x in found.values())  # then one after the other is gathered
-        groups = saved_together(self.model, found) if sharded else [list(found)]
-        return [(names, {name: found[name] for name in names}) for names in groups]
+                tensors[name] = tensor
+        sharded = any(mesh_of(x) is not None for x in tensors.values())  # then one after the other is gathered
+        groups = saved_together(self.model, tensors) if sharded else [list(tensors)]
+        return [(names, {name: tensors[name] for name in names}) for names in groups]
 
     def ignore(self) -> list[str]:
         """The linears that are written in high precision, by the names of the model and of its checkpoints."""
@@ -493,13 +493,13 @@ def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Ite
     Args:
         batches: each a tensor, a tuple of arguments, or a dict of keyword arguments of the model.
     """
-    found: dict[str, Tensor] = {}
+    amaxes: dict[str, Tensor] = {}
     expect_batches("export", "calibration", batches)
 
     def watch(layer: str) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
             amax = local(cast(Tensor, args[0]).detach()).abs().amax().to(torch.float32)
-            found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
+            amaxes[layer] = torch.maximum(amaxes[layer], amax) if layer in amaxes else amax
 
         return layers[layer].register_forward_pre_hook(before)
 
@@ -517,7 +517,7 @@ def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Ite
                 model(**batch)
             else:
                 model(*(batch if isinstance(batch, tuple) else (batch,)))
-    return found
+    return amaxes
 
 
 def _on_all_ranks(batches: Iterable[Any], mesh: Any) -> Iterator[Any]:
@@ -566,7 +566,7 @@ def export_folder(
     given = Policy(extends="default") if policy is None else Policy.coerce(policy)
     resolved = extended(given, families_of(type(module) for module in model.modules()), recipe)
     linears = dict(_linears_in(model, shards))
-    recipes = {layer: found for layer, owner in linears.items() if (found := _recipe_of(owner, model, resolved))}
+    recipes = {layer: one for layer, owner in linears.items() if (one := _recipe_of(owner, model, resolved))}
     if not recipes:
         raise ConfigError(f"{source}: the policy quantizes none of its linears.")
     examples = {layer: _quantized(layer, torch.zeros(256, 256), one) for layer, one in recipes.items()}

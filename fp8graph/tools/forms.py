@@ -48,7 +48,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
         rows = torch.arange(torch.Size(shape[:-1]).numel()).reshape(*shape[:-1], 1)
         numbered[name] = rows + (source << _SHIFT)
     names = list(shapes)
-    found: dict[str, list[Part]] = {name: [] for name in names}
+    by_name: dict[str, list[Part]] = {name: [] for name in names}
     unknown: set[str] = set()
     for name, tensor in as_saved(model, numbered).items():
         sources, rows = (tensor.flatten() >> _SHIFT).unique().tolist(), tensor.flatten() % (1 << _SHIFT)
@@ -59,8 +59,8 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
             continue
         expert = int(matrices[0]) if len(shapes[source]) == 3 else None
         part = Part(layer=name.removesuffix(".weight"), rows=rows % shapes[source][-2], expert=expert)
-        found[source].append(part)
-    return {name: parts for name, parts in found.items() if name not in unknown and parts}
+        by_name[source].append(part)
+    return {name: parts for name, parts in by_name.items() if name not in unknown and parts}
 
 
 def saved_layers(model: nn.Module) -> dict[str, list[str]]:
@@ -89,13 +89,13 @@ def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list
 def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of ``tensors``, those together that ``model`` saves in common pieces."""
     alone = {name: torch.tensor(source).expand(x.shape) for source, (name, x) in enumerate(tensors.items())}
-    names, found = list(tensors), {name: {name} for name in tensors}
+    names, groups = list(tensors), {name: {name} for name in tensors}
     places = {x.data_ptr(): name for name, x in alone.items()}
     for made in as_saved(model, alone).values():
         if made.data_ptr() not in places:  # copied from several
-            group = set[str]().union(*(found[names[source]] for source in made.unique().tolist()))
-            found.update(dict.fromkeys(group, group))
-    return [sorted(group, key=names.index) for name, group in found.items() if name == min(group, key=names.index)]
+            group = set[str]().union(*(groups[names[source]] for source in made.unique().tolist()))
+            groups.update(dict.fromkeys(group, group))
+    return [sorted(group, key=names.index) for name, group in groups.items() if name == min(group, key=names.index)]
 
 
 def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:

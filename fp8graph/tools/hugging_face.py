@@ -67,10 +67,10 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
         config, cut = transformers.AutoConfig.for_model(name), 2 if layers is None else layers
     if cut is None:
         return config, ""
-    found = ", ".join(dict.fromkeys(text for part in _parts(config) for text in _cut(part, cut)))
+    cuts = ", ".join(dict.fromkeys(text for part in _parts(config) for text in _cut(part, cut)))
     return (
         config,
-        f"cut to {cut} layer{'s' * (cut != 1)} per stack ({found}); --layers N for another number" if found else "",
+        f"cut to {cut} layer{'s' * (cut != 1)} per stack ({cuts}); --layers N for another number" if cuts else "",
     )
 
 
@@ -103,8 +103,8 @@ def _cut(config: Any, layers: int) -> Iterator[str]:
 
 def positions_of(config: Any) -> int | None:
     """The tokens for which each part of a model has positions; None where a config does not say."""
-    found = (getattr(part, "max_position_embeddings", None) for part in _parts(config))
-    return min((number for number in found if isinstance(number, int)), default=None)
+    numbers = (getattr(part, "max_position_embeddings", None) for part in _parts(config))
+    return min((number for number in numbers if isinstance(number, int)), default=None)
 
 
 def model_of(config: Any, name: str | None = None, *, most: int | None = None) -> Any:
@@ -158,9 +158,9 @@ def _at_most(most: int | None) -> Generator[None]:
 
 def _class_of(config: Any, name: str | None) -> Any:
     wanted = name or next(iter(getattr(config, "architectures", None) or ()), None)
-    found = getattr(transformers, wanted, None) if wanted else None
-    if found is not None:
-        return found
+    model_class = getattr(transformers, wanted, None) if wanted else None
+    if model_class is not None:
+        return model_class
     if name is not None:
         meant = did_you_mean(name, [one for one in dir(transformers) if one[0].isupper()])
         raise ConfigError(f"transformers {transformers.__version__} has no class {name!r}.{meant}")

@@ -103,10 +103,10 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a ratio that is not finite is None."""
-        found = dataclasses.asdict(self)
-        for layer in found["layers"]:
+        values = dataclasses.asdict(self)
+        for layer in values["layers"]:
             layer |= {name: None for name, v in layer.items() if isinstance(v, float) and not math.isfinite(v)}
-        return found
+        return values
 
 
 def inspect(checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None) -> Inspection:
@@ -179,10 +179,10 @@ def _summary(checkpoint: Checkpoint, layer: str, size: int) -> LayerSummary:
 
 
 def _schemes(checkpoint: Checkpoint) -> list[Scheme]:
-    tensors, found = checkpoint.shards.tensors, Counter[tuple[LayerFormat, str]]()
+    tensors, counts = checkpoint.shards.tensors, Counter[tuple[LayerFormat, str]]()
     for layer, stored in checkpoint.layers.items():
         scale = tensors.get(stored.names(layer)["scale"])
-        found[dataclasses.replace(stored, part=None), "missing" if scale is None else scale.stored_as] += 1
+        counts[dataclasses.replace(stored, part=None), "missing" if scale is None else scale.stored_as] += 1
     return [
         Scheme(
             name=stored.scheme,
@@ -191,7 +191,7 @@ def _schemes(checkpoint: Checkpoint) -> list[Scheme]:
             scales=scales,
             input="high precision" if stored.activation is None else _input_text(stored.activation),
         )
-        for (stored, scales), count in found.most_common()
+        for (stored, scales), count in counts.most_common()
     ]
 
 
@@ -247,48 +247,49 @@ def inspected(folder: Path) -> Inspection:
     """
     checkpoint = Checkpoint(folder)
     with progress_bar(f"reading {folder}") as progress:
-        found = inspect(checkpoint, progress=progress)
+        inspection = inspect(checkpoint, progress=progress)
     names, problems = compared(checkpoint)
-    return dataclasses.replace(found, architecture=names, problems=[*found.problems, *problems])
+    return dataclasses.replace(inspection, architecture=names, problems=[*inspection.problems, *problems])
 
 
-def text(found: Inspection) -> str:
+def text(inspection: Inspection) -> str:
     """The contents of a checkpoint, for people."""
-    share = f"{100 * found.quantized_share:.1f} % of the numbers"
-    files = f"{found.files} file{'s' * (found.files != 1)}"
+    share = f"{100 * inspection.quantized_share:.1f} % of the numbers"
+    files = f"{inspection.files} file{'s' * (inspection.files != 1)}"
+    origin = f"{inspection.folder}: {inspection.format}, {files}, {size_text(inspection.bytes)}"
     parts = [
-        [f"{found.folder}: {found.format}, {files}, {size_text(found.bytes)}. {_layers(found)} quantized: {share}."],
+        [f"{origin}. {_layers(inspection)} quantized: {share}."],
         aligned(
             [
                 ("scheme", "layers", "one scale per", "scales", "inputs"),
-                *((one.name, str(one.layers), one.tile, one.scales, one.input) for one in found.schemes),
+                *((one.name, str(one.layers), one.tile, one.scales, one.input) for one in inspection.schemes),
             ],
             ruled=True,
         ),
         aligned(
             [
                 ("dtype", "tensors", "size"),
-                *((name, str(count), size_text(size)) for name, (count, size) in found.dtypes.items()),
+                *((name, str(count), size_text(size)) for name, (count, size) in inspection.dtypes.items()),
             ],
             ruled=True,
         ),
-        [f"in high precision: {_some(found.high_precision)}", f"ignore list: {_some(found.ignore)}"],
-        *([[printable(f"key-value cache: {found.kv_cache}")]] if found.kv_cache is not None else []),
+        [f"in high precision: {_some(inspection.high_precision)}", f"ignore list: {_some(inspection.ignore)}"],
+        *([[printable(f"key-value cache: {inspection.kv_cache}")]] if inspection.kv_cache is not None else []),
     ]
-    if found.layers:
-        rows = [_outlier(one) for one in found.outliers()]
+    if inspection.layers:
+        rows = [_outlier(one) for one in inspection.outliers()]
         header = ("layers that stand out", "shape", "scales max/min", "max scale", "saturated", "zero", "not finite")
         parts.append(aligned([header, *rows], ruled=True))
-    parts.append([found.architecture])
-    some = [f"  {printable(problem)}" for problem in found.problems[:50]]
-    more = [f"  and {len(found.problems) - 50} more"] if len(found.problems) > 50 else []
-    wrong = [f"{len(found.problems)} things do not fit together:", *some, *more]
-    parts.append(wrong if found.problems else ["Nothing is missing, left over or of a wrong shape."])
+    parts.append([inspection.architecture])
+    some = [f"  {printable(problem)}" for problem in inspection.problems[:50]]
+    more = [f"  and {len(inspection.problems) - 50} more"] if len(inspection.problems) > 50 else []
+    wrong = [f"{len(inspection.problems)} things do not fit together:", *some, *more]
+    parts.append(wrong if inspection.problems else ["Nothing is missing, left over or of a wrong shape."])
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _layers(found: Inspection) -> str:
-    count = sum(one.layers for one in found.schemes)
+def _layers(inspection: Inspection) -> str:
+    count = sum(one.layers for one in inspection.schemes)
     return f"{count} layer{'s' * (count != 1)}"
 
 
@@ -316,9 +317,9 @@ def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     except ConfigError as error:
         return f"The names were not compared with those of a model: {error}", []
     title = type(model).__name__
-    found = set(_tensors(checkpoint, saved, getattr(model, "base_model_prefix", "")))
-    missing = [name for name in saved if name not in found and not tied[name] & found]
-    unknown = [name for name in found if name not in saved and not _ADDED.search(name)]
+    tensors = set(_tensors(checkpoint, saved, getattr(model, "base_model_prefix", "")))
+    missing = [name for name in saved if name not in tensors and not tied[name] & tensors]
+    unknown = [name for name in tensors if name not in saved and not _ADDED.search(name)]
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unknown = _without(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     file = checkpoint.folder / "config.json"
@@ -394,12 +395,12 @@ def _names(model: Any) -> tuple[list[str], dict[str, set[str]]]:
 
 def _tensors(checkpoint: Checkpoint, saved: Sequence[str], prefix: str) -> Iterator[str]:
     """The tensors of the model in the checkpoint. transformers takes the names of the model without its head, too."""
-    known = set(saved)
+    names = set(saved)
     layers = checkpoint.layers.items()
     weights = (layer if stored.names(layer)["weight"] == layer else f"{layer}.weight" for layer, stored in layers)
     for name in (*weights, *checkpoint.others):
         longer = f"{prefix}.{name}"
-        yield longer if name not in known and longer in known else name
+        yield longer if name not in names and longer in names else name
 
 
 def _without(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:

@@ -135,8 +135,8 @@ class _Packaged(nn.Module):
         copies = call.module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
         if any(copy.args[0] in placeholders for copy in copies):
             raise ConfigError("the model writes into its inputs or buffers, and a package keeps no state.")
-        found, spec = pytree.tree_flatten(result)
-        self.returned = [_returned(x, call.outputs, leaves) for x in found]
+        results, spec = pytree.tree_flatten(result)
+        self.returned = [_returned(x, call.outputs, leaves) for x in results]
 
         def arrange(values: list[Any]) -> Any:
             return pytree.tree_unflatten(values, spec)
@@ -146,19 +146,19 @@ class _Packaged(nn.Module):
         _check_torch_alone(call.module.graph)
         call.module.recompile()
         self.graph_module = call.module
-        self.taken: list[int | str | None] = []  # for each placeholder: an input of the model, a buffer, nothing
+        self.sources: list[int | str | None] = []  # for each placeholder: an input of the model, a buffer, nothing
         for index, (node, value) in enumerate(zip(placeholders, call.inputs, strict=True)):
-            taken: int | str | None = _index(value, leaves)
-            if taken is None and node.users:
-                taken = f"constant_{index}"
-                self.register_buffer(taken, value.detach().clone())
-            self.taken.append(taken)
+            source: int | str | None = _index(value, leaves)
+            if source is None and node.users:
+                source = f"constant_{index}"
+                self.register_buffer(source, value.detach().clone())
+            self.sources.append(source)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        values = [leaves[x] if isinstance(x, int) else getattr(self, x) if x else None for x in self.taken]
-        found = {"output": self.graph_module(*values), "input": leaves}
-        return self.arrange([found[x[0]][x[1]] if isinstance(x, tuple) else x for x in self.returned])
+        values = [leaves[x] if isinstance(x, int) else getattr(self, x) if x else None for x in self.sources]
+        by_place = {"output": self.graph_module(*values), "input": leaves}
+        return self.arrange([by_place[x[0]][x[1]] if isinstance(x, tuple) else x for x in self.returned])
 
 
 def _check_torch_alone(graph: fx.Graph) -> None:
@@ -185,8 +185,8 @@ def _returned(x: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         raise ConfigError(f"the model returns a {type(x).__name__}, which no package can hold.{hint}")
     if not isinstance(x, Tensor):
         return x
-    found = {"output": _index(x, outputs), "input": _index(x, inputs)}
-    place = next(((of, index) for of, index in found.items() if index is not None), None)
+    indices = {"output": _index(x, outputs), "input": _index(x, inputs)}
+    place = next(((of, index) for of, index in indices.items() if index is not None), None)
     if place is None:
         raise ConfigError("the model returns a view of one of its inputs or buffers: return a copy of it.")
     return place

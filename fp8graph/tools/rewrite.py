@@ -123,8 +123,8 @@ def rewrite(
         try:
             joint(module.graph)
             break
-        except TooFewInputs as found:
-            spares = found.wanted
+        except TooFewInputs as error:
+            spares = error.wanted
     if group is not None:
         agree("\n".join(_decided(policies, asked, resolved.recipes(), joint)), group, "rewriting")
     _restore(graph_module.graph, module.graph)
@@ -199,13 +199,13 @@ def _decided(policies: Policies, settings: Settings, recipes: Iterable[Recipe], 
 def _keep(module: fx.GraphModule, state: Sequence[Tensor]) -> None:
     """Let the module have the tensors of its last inputs as buffers."""
     placeholders = module.graph.find_nodes(op="placeholder")
-    taken = [node for node in placeholders if TAKEN_KEY in node.meta]
-    if state and [node.meta["val"].shape for node in taken] != [x.shape for x in state]:
+    inputs = [node for node in placeholders if TAKEN_KEY in node.meta]
+    if state and [node.meta["val"].shape for node in inputs] != [x.shape for x in state]:
         raise ConfigError(
-            f"lower(state=...): {len(state)} tensors, and the graph takes {len(taken)} inputs of scaling state. Pass "
+            f"lower(state=...): {len(state)} tensors, and the graph takes {len(inputs)} inputs of scaling state. Pass "
             "the list that rewrite returned with this graph."
         )
-    for index, (node, tensor) in enumerate(zip(taken, state, strict=False)):
+    for index, (node, tensor) in enumerate(zip(inputs, state, strict=False)):
         name = f"fp8graph_state_{index}"
         module.register_buffer(name, tensor, persistent=False)
         with module.graph.inserting_after(placeholders[-1]):
@@ -264,11 +264,11 @@ def _tag(graph: fx.Graph) -> None:
 def _restore(given: fx.Graph, graph: fx.Graph) -> None:
     """Describe the inputs as the tracer did, drop the spare ones, and mark new nodes of backward as the engine does."""
     placeholders = graph.find_nodes(op="placeholder")
-    known = given.find_nodes(op="placeholder")
-    for node, original in zip(placeholders, known, strict=False):
+    originals = given.find_nodes(op="placeholder")
+    for node, original in zip(placeholders, originals, strict=False):
         node.meta.pop("desc", None)
         node.meta |= {"desc": original.meta["desc"]} if "desc" in original.meta else {}
-    for node in placeholders[len(known) :]:
+    for node in placeholders[len(originals) :]:
         if TAKEN_KEY not in node.meta:
             graph.erase_node(node)
     if any(_ENGINE in node.meta for node in given.nodes):

@@ -100,8 +100,8 @@ def _scales(name: str, shape: torch.Size, weight: Multiplied, part: Part, stored
     same = _is_all(part, weight.data) and weight.touched is None
     if given.ndim == 1:  # one scale for each expert
         place = (part.expert or 0) - at[0]
-        found = local(given)[place : place + 1] if 0 <= place < len(local(given)) else None
-        region, same = None if found is None else _Region(found.reshape(shape), (0,) * len(shape)), False
+        scale = local(given)[place : place + 1] if 0 <= place < len(local(given)) else None
+        region, same = None if scale is None else _Region(scale.reshape(shape), (0,) * len(shape)), False
     else:
         region = _selected(region, scale_rows_of(weight, part), part.expert)
         if region is not None:
