@@ -159,13 +159,13 @@ def count(recipe: str, way: str, save: str, *, generate: bool = False) -> dict[s
 
 def count_casts(quantized: Sequence[fx.Node], operand: str) -> int:
     """The quantize nodes of one operand that write FP8 data; nodes that only make a scale are left out."""
-    return sum(node.meta[OPERAND_KEY] == operand and bool(QuantizeNode(node).asked.layouts) for node in quantized)
+    return sum(node.meta[OPERAND_KEY] == operand and bool(QuantizeNode(node).arguments.layouts) for node in quantized)
 
 
 def reads_for_scale(node: fx.Node) -> bool:
     """Whether a quantize node reads its tensor once more, before the cast, for the amax of the whole."""
     quantized = QuantizeNode(node)
-    return quantized.kind.own_scale and quantized.asked.scales is None
+    return quantized.kind.own_scale and quantized.arguments.scales is None
 
 
 def main() -> None:

@@ -262,14 +262,14 @@ class MainGrads(Store):
         held = sum(buffer.tensor.nbytes for buffer in self._buffers.values() if buffer.is_grad)
         return {"gradient_bytes": held, "refusals_of_calls": list(self._left)}
 
-    def slot(self, asked: Sequence[Gradient], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[Gradient], caller: Caller) -> Slot:
         """The memory that a graph adds to."""
-        positions = [gradient.parameter for gradient in asked]
+        positions = [gradient.parameter for gradient in extra_inputs]
         return _Added(
             tensors=[self.buffer(caller.args[i]).memory for i in positions],
             fresh=lambda args: all(self._is_known(args[i]) for i in positions),
             grads=self,
-            requests=asked,
+            requests=extra_inputs,
         )
 
     def _is_known(self, parameter: Tensor) -> bool:

@@ -64,7 +64,7 @@ def dequantizes(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: place for place, node in enumerate(graph.nodes)}
-    asked = [
+    gemms = [
         (gemm, position)
         for position, site in enumerate(compilation.sites)
         for gemm in site.gemms
@@ -73,7 +73,7 @@ def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
     read = _read_by_fprops(graph, compilation.sites)
     in_backward = backward_nodes(graph)
     made: dict[Any, fx.Node] = {}
-    for gemm, position in sorted(asked, key=lambda each: order[each[0].node]):
+    for gemm, position in sorted(gemms, key=lambda each: order[each[0].node]):
         site = compilation.sites[position]
         views = zip((gemm.a, gemm.b), matmul_arguments(gemm.node), strict=True)
         view, argument = next((view, x) for view, x in views if view.operand != "grad_output")

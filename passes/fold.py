@@ -132,7 +132,7 @@ def _replace(weight: QuantizeNode, found: dict[str, fx.Node | None]) -> None:
 def _scale_rows(other: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``other`` quantize ``x * scale_inv`` [M, R] in FP32, with one scale [R, 1] per row of the stored weight."""
     quantized = QuantizeNode(other)
-    x = quantized.asked.x
+    x = quantized.arguments.x
     exact = _insert(other, _CONVERT, x, torch.float32)
     row = _insert(other, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
     quantized.ask(x=_insert(other, aten.mul.Tensor, exact, row))

@@ -87,7 +87,7 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
     """Turn the first linear's nodes into those of the group. Yields the GEMMs that are now fused."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():
-        if QuantizeNode(quantized).asked.more is None:  # else already joined for another GEMM
+        if QuantizeNode(quantized).arguments.more is None:  # else already joined for another GEMM
             _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
     for decoders in zip(*(linear.decoders for linear in linears), strict=True):
         _read_parts(decoders, sizes, ("data", "scale_inv", "global_scale_inv"))
@@ -116,7 +116,7 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
 def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
     """Let ``first`` quantize the tensors of ``others`` together with its own, as one."""
     dim = _JOINED_DIM[first.meta[OPERAND_KEY]]
-    QuantizeNode(first).ask(more=[QuantizeNode(node).asked.x for node in others], dim=dim)
+    QuantizeNode(first).ask(more=[QuantizeNode(node).arguments.x for node in others], dim=dim)
     for node in (first, *first.users):
         update_value(node)
     if USES_KEY in first.meta:  # one amax: the rows of the others become further names of its row
@@ -177,7 +177,7 @@ class Linear:
     def x(self) -> Any:
         """The tensor that is quantized for fprop; linears of other recipes quantize it in another way."""
         source = _source(self.gemms["fprop"], "a" if self.site.gemms[0].a.operand == "input" else "b")
-        return value_key(QuantizeNode(source).asked.x) if source.target is ops.quantize else source
+        return value_key(QuantizeNode(source).arguments.x) if source.target is ops.quantize else source
 
     def quantized(self) -> dict[tuple[GemmName, str], fx.Node]:
         """The quantize nodes of the weight and of the gradient, by where they are used."""
@@ -206,7 +206,7 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
             refusal = "its weight is stored with scales of its own" if stored else _GATHERED
             yield Linear(site=site, gemms=gemms, size=0, refusal=refusal)
             continue
-        size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
+        size = size_in_group(site, [QuantizeNode(q).arguments.block for q in own])
         users = dict.fromkeys(user for q in own for output in q.users for user in output.users)
         decoders = tuple(user for user in users if user.target is ops.dequantize)
         if _is_part_of_subclass(site.gemms[0].b.tensor):
@@ -231,8 +231,8 @@ def fusion_key(linear: Linear) -> dict[str, Any]:
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
         recipes = {row.recipe for row in q.meta.get(USES_KEY, [])}
-        asked = QuantizeNode(q).asked
-        quantized.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
+        request = QuantizeNode(q).arguments
+        quantized.append((gemm, side, value(request.x).dtype, repr(dataclasses.replace(request, x=None)), *recipes))
     given: dict[GemmName, dict[str, Any]] = {gemm: named_arguments(node) for gemm, node in linear.gemms.items()}
     shared = [
         arguments[name]

@@ -65,7 +65,7 @@ def gathers(graph: fx.Graph, compilation: Compilation) -> bool:
 def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
     in_backward = backward_nodes(graph)
     for node in list(nodes(graph, (ops.quantize,))):
-        path = path_of(QuantizeNode(node).asked.x)
+        path = path_of(QuantizeNode(node).arguments.x)
         if path is None:
             continue
         site, _ = node.meta[GEMM_KEY]
@@ -83,7 +83,7 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
 
 def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
     """Reason why the tensor of the quantize node cannot be quantized before it is gathered; None if it can."""
-    asked, kind = quantized.asked, quantized.kind
+    arguments, kind = quantized.arguments, quantized.kind
     others = path.other_readers(quantized.node)
     if any(other.target is aten.sym_size.int for other in others):
         return "the number of its rows is dynamic"
@@ -96,20 +96,20 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
         return f"quantized with {', '.join(sorted(unknown))}"
     *leading, columns = value(path.shard).shape
     rows = math.prod(leading)  # not Size.numel(), which makes a dynamic size a number
-    tile_rows, tile_columns = asked.block or (1, 1)
+    tile_rows, tile_columns = arguments.block or (1, 1)
     if static_size(columns) is None:
         return "the size of its rows is dynamic"
-    multiple_of_rows, multiple_of_columns = asked.rowwise or (1, 1)
+    multiple_of_rows, multiple_of_columns = arguments.rowwise or (1, 1)
     if not _fits(columns, multiple_of_columns) or not _fits(rows, multiple_of_rows):
         return f"shards of {rows} x {columns} are padded"
     if kind.has_state and scale_may_differ(quantized.node, path.group, compilation):
         return "its amaxes are not reduced over the ranks that gather: their scales may differ"
-    if asked.columnwise and kind.columns_not_sent is not None:
+    if arguments.columnwise and kind.columns_not_sent is not None:
         return kind.columns_not_sent
     if tile_rows > 1 and not (path.keeps_shape and _fits(rows, tile_rows)):
         return f"shards of {rows} rows are not a multiple of the {tile_rows}-row tile, or are reshaped after the gather"
-    if asked.columnwise:
-        _, contracted = asked.columnwise
+    if arguments.columnwise:
+        _, contracted = arguments.columnwise
         if quantized.columnwise_differs and not (path.is_plain and _fits(rows, math.lcm(tile_columns, contracted))):
             return (
                 f"shards of {rows} rows are not a multiple of the {tile_columns}-row tile, or come in several batches"
@@ -187,18 +187,18 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
     if value(x).ndim != 2:
         x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
     quantized = QuantizeNode(node)
-    asked = dataclasses.replace(quantized.asked, x=x)
+    arguments = dataclasses.replace(quantized.arguments, x=x)
     if quantized.kind.own_scale:
         amax = emit(ops.amax, x)
         sent = emit(collectives.ALL_REDUCE, amax, "max", path.group)
         sent.meta[PURPOSE_KEY] = "one scale on all ranks that gather"
         reduced = emit(collectives.WAIT, sent, name="reduced_amax")
-        settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon)
+        settings = (arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon)
         scales = emit(ops.scales, reduced, *settings, name="scales")
-        asked = dataclasses.replace(asked, scales=scales)
+        arguments = dataclasses.replace(arguments, scales=scales)
     if not quantized.columnwise_differs:
-        asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
-    args, kwargs = call(asked)
+        arguments = dataclasses.replace(arguments, rowwise=arguments.rowwise or [1, 1], columnwise=[])
+    args, kwargs = call(arguments)
     made = emit(ops.quantize, *args, name=node.name, **kwargs)
     made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, USES_KEY, GEMM_KEY) if key in node.meta})
     names = enumerate(QuantizeNode(made).names)
@@ -218,7 +218,7 @@ def _gathered(
         else:  # [columns, rows of the shard]: transposed, so that rows are sent
             results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
     quantized = QuantizeNode(node)
-    columnwise = quantized.asked.columnwise
+    columnwise = quantized.arguments.columnwise
     if columnwise and not quantized.columnwise_differs:
         results["columnwise"] = emit(ops.columnwise, results["rowwise"], columnwise, name="columnwise")
         if "rowwise_scale_inv" in results:  # of square tiles

@@ -61,10 +61,10 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
 
 def _read_own_row(graph: fx.Graph, node: fx.Node) -> None:
     """Give a quantize node its row of the table of scales alone: tensors that differ in the row share a trace."""
-    asked = QuantizeNode(node).asked
-    if asked.scales is not None:
+    arguments = QuantizeNode(node).arguments
+    if arguments.scales is not None:
         with graph.inserting_before(node):
-            row = insert(graph, aten.slice.Tensor, (asked.scales, 0, asked.row, asked.row + 1), like=node)
+            row = insert(graph, aten.slice.Tensor, (arguments.scales, 0, arguments.row, arguments.row + 1), like=node)
         QuantizeNode(node).ask(scales=row, row=0)
 
 

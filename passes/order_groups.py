@@ -31,9 +31,9 @@ def has_groups(graph: fx.Graph, compilation: Compilation) -> bool:
 def order_groups(graph: fx.Graph, compilation: Compilation) -> None:
     for node in nodes(graph, (ops.quantize,)):
         quantized = QuantizeNode(node)
-        if not quantized.kind.tiled or (quantized.asked.offs is None and not quantized.asked.per_matrix):
+        if not quantized.kind.tiled or (quantized.arguments.offs is None and not quantized.arguments.per_matrix):
             continue
-        read = {layout: _sides(quantized, layout, compilation) for layout in quantized.asked.layouts}
+        read = {layout: _sides(quantized, layout, compilation) for layout in quantized.arguments.layouts}
         orders = {layout: order for layout, (order, _) in read.items() if order}
         if not orders:
             continue

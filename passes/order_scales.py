@@ -39,9 +39,9 @@ def has_tiles(graph: fx.Graph, compilation: Compilation) -> bool:
 def order_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for node in list(nodes(graph, (ops.quantize,))):
         quantized = QuantizeNode(node)
-        if quantized.kind.tiled and quantized.asked.offs is None and not quantized.asked.per_matrix:
+        if quantized.kind.tiled and quantized.arguments.offs is None and not quantized.arguments.per_matrix:
             orders: dict[Layout, str] = {
-                layout: _order(quantized, layout, compilation) for layout in quantized.asked.layouts
+                layout: _order(quantized, layout, compilation) for layout in quantized.arguments.layouts
             }
             if any(orders.values()):
                 _write_in_order(graph, quantized, orders)
@@ -54,7 +54,7 @@ def _order(quantized: QuantizeNode, layout: Layout, compilation: Compilation) ->
     for user in scales.users if scales is not None else ():
         for reader, read in [(user, scales), *((after, user) for after in user.users if _is_slice(user))]:
             if reader.target is ops.scaled_mm and any(read is named_arguments(reader)[f"scale_inv_{s}"] for s in "ab"):
-                order = compilation.hardware_of(reader).scale_order(quantized.kind.gemm, quantized.asked.block)
+                order = compilation.hardware_of(reader).scale_order(quantized.kind.gemm, quantized.arguments.block)
                 found.add(order if read is scales or (order == BLOCKS and _are_blocks(user, quantized)) else "")
     return found.pop() if len(found) == 1 else ""
 
@@ -72,7 +72,7 @@ def _are_blocks(part: fx.Node, quantized: QuantizeNode) -> bool:
 
 def _rows_of_block(quantized: QuantizeNode) -> int:
     """The rows of tiles in a block."""
-    return max(ROWS // quantized.asked.block[0], 1)
+    return max(ROWS // quantized.arguments.block[0], 1)
 
 
 def _write_in_order(graph: fx.Graph, quantized: QuantizeNode, orders: Mapping[Layout, str]) -> None:
@@ -104,7 +104,11 @@ def _read_in_order(
         set_argument(user, f"order_{side}", order)
     if not sides:
         with graph.inserting_before(user):
-            settings = {"scaling": quantized.asked.scaling, "block": list(quantized.asked.block), "order": order}
+            settings = {
+                "scaling": quantized.arguments.scaling,
+                "block": list(quantized.arguments.block),
+                "order": order,
+            }
             rows = insert(graph, scales_in_rows, (data, scales), like=user, kwargs=settings)
         user.replace_input_with(scales, rows)
 

@@ -48,11 +48,11 @@ def prepare_fp4(graph: fx.Graph, compilation: Compilation) -> None:
 
     for node in list(nodes(graph, (ops.quantize,))):
         quantized, changes = QuantizeNode(node), dict[str, Any]()
-        asked, x = quantized.asked, value(quantized.asked.x)
-        if asked.rotation is not None and asked.columnwise:
-            kind = asked.rotation, x.dtype, x.device
-            changes["matrix"] = once(node, hadamard_matrix, asked.x, asked.rotation, key=kind)
-        if asked.stochastic:
+        arguments, x = quantized.arguments, value(quantized.arguments.x)
+        if arguments.rotation is not None and arguments.columnwise:
+            kind = arguments.rotation, x.dtype, x.device
+            changes["matrix"] = once(node, hadamard_matrix, arguments.x, arguments.rotation, key=kind)
+        if arguments.stochastic:
             seed = changes["seed"] = once(node, ops.random_seed, x.device, key=x.device)
             changes["draw"] = draws[seed] = draws.get(seed, -1) + 1
         quantized.ask(**changes)

@@ -66,8 +66,8 @@ def moves_rows(graph: fx.Graph, compilation: Compilation) -> bool:
 def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
     for node in list(nodes(graph, (ops.quantize,))):
         quantized = QuantizeNode(node)
-        moves = moves_of(quantized.asked.x)
-        if moves is None or not quantized.asked.rowwise or not (moves.exchanges or _copies(moves, node)):
+        moves = moves_of(quantized.arguments.x)
+        if moves is None or not quantized.arguments.rowwise or not (moves.exchanges or _copies(moves, node)):
             continue
         reason = _check(quantized, moves, compilation)
         exchanges = moves.exchanges
@@ -86,35 +86,35 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _copies(moves: Moves, node: fx.Node) -> bool:
     """Whether rows are copied, and not only chosen or put into another order."""
-    rows, taken = value(moves.source).shape[:-1], value(QuantizeNode(node).asked.x).shape[0]
+    rows, taken = value(moves.source).shape[:-1], value(QuantizeNode(node).arguments.x).shape[0]
     return size_hint(taken) > size_hint(math.prod(rows))
 
 
 def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:
     """The reason why the rows cannot be quantized before they are moved; None if they can."""
-    asked, kind = quantized.asked, quantized.kind
+    arguments, kind = quantized.arguments, quantized.kind
     if unknown := set(quantized.node.kwargs) - _SETTINGS:
         return f"quantized with {', '.join(sorted(unknown))}"
     if kind.own_scale:
         return "each expert has one scale, that of the tokens which it takes"
     if kind.not_sent is not None:
         return kind.not_sent
-    if (asked.block or (1,))[0] > 1:
-        return f"{asked.block[0]} rows share the scale of a tile"
+    if (arguments.block or (1,))[0] > 1:
+        return f"{arguments.block[0]} rows share the scale of a tile"
     if others := moves.other_readers(quantized.node):
         return f"the moved rows are read in high precision, too, by {others[0].name}"
-    before, after = value(moves.source), value(asked.x)
-    for multiple, size in zip(asked.rowwise, after.shape, strict=True):
+    before, after = value(moves.source), value(arguments.x)
+    for multiple, size in zip(arguments.rowwise, after.shape, strict=True):
         if multiple > 1 and not (isinstance(size, int) and size % multiple == 0):
             return f"{after.shape[0]} x {after.shape[1]} is padded"
     if not moves.exchanges:
-        if asked.columnwise and not (kind.one_scale or kind.columns_again or asked.columnwise_from_rowwise):
+        if arguments.columnwise and not (kind.one_scale or kind.columns_again or arguments.columnwise_from_rowwise):
             return "the same pass over the permuted rows makes their columnwise copy"
         rows, taken = size_hint(math.prod(before.shape[:-1])), size_hint(after.shape[0])
         if before.itemsize * (taken - rows) <= rows + taken:  # both write FP8; the permutation then reads and writes it
             return f"no fewer bytes: {taken} rows are made from {rows}"
         return None
-    if asked.columnwise and not (kind.one_scale or asked.columnwise_from_rowwise):
+    if arguments.columnwise and not (kind.one_scale or arguments.columnwise_from_rowwise):
         return "backward needs copies with the scales of columns, from high precision: both would have to be sent"
     groups = [exchange.args[-1] for exchange in moves.exchanges]
     if kind.has_state and any(scale_may_differ(quantized.node, group, compilation) for group in groups):
@@ -124,7 +124,7 @@ def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> s
 
 def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.Node]:
     """Rewrite one quantize node, and return the new all-to-alls."""
-    node, asked, wanted = quantized.node, quantized.asked, quantized.outputs
+    node, arguments, wanted = quantized.node, quantized.arguments, quantized.outputs
     exchanges: list[fx.Node] = []
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
@@ -156,15 +156,17 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
         made = _quantized_source(node, moves, emit)
         results = {name: x if name == "scale_inv" else move(x) for name, x in made.items()}
     with graph.inserting_before(node):
-        if asked.columnwise and quantized.kind.one_scale:
-            settings: dict[str, Any] = {} if asked.offs is None else {"offs": asked.offs}
-            results["columnwise"] = emit(ops.columnwise, results["rowwise"], asked.columnwise, **settings)
-        elif asked.columnwise:
-            x = asked.x
-            if asked.columnwise_from_rowwise:
+        if arguments.columnwise and quantized.kind.one_scale:
+            settings: dict[str, Any] = {} if arguments.offs is None else {"offs": arguments.offs}
+            results["columnwise"] = emit(ops.columnwise, results["rowwise"], arguments.columnwise, **settings)
+        elif arguments.columnwise:
+            x = arguments.x
+            if arguments.columnwise_from_rowwise:
                 moved = (results["rowwise"], results["rowwise_scale_inv"], torch.float32)
-                x = emit(ops.dequantize, *moved, name="moved_rowwise", scaling=asked.scaling, block=list(asked.block))
-            args, kwargs = call(dataclasses.replace(asked, x=x, rowwise=[], columnwise_from_rowwise=False))
+                x = emit(
+                    ops.dequantize, *moved, name="moved_rowwise", scaling=arguments.scaling, block=list(arguments.block)
+                )
+            args, kwargs = call(dataclasses.replace(arguments, x=x, rowwise=[], columnwise_from_rowwise=False))
             again = _like(node, emit(ops.quantize, *args, **kwargs))
             names = enumerate(QuantizeNode(again).names)
             results |= {name: emit(getitem, again, i, name=f"moved_{name}") for i, name in names}
@@ -182,7 +184,7 @@ def _quantized_source(node: fx.Node, moves: Moves, emit: Callable[..., fx.Node])
         x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
     if value(x).ndim != 2:
         x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
-    args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, x=x, columnwise=[], offs=None))
+    args, kwargs = call(dataclasses.replace(QuantizeNode(node).arguments, x=x, columnwise=[], offs=None))
     made = _like(node, emit(ops.quantize, *args, name=node.name, **kwargs))
     names = enumerate(QuantizeNode(made).names)
     return {name: emit(getitem, made, i, name=f"tokens_{name}") for i, name in names if name != "amax"}

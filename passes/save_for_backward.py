@@ -59,7 +59,7 @@ from fp8graph.ir.nodes import (
     readers,
     value,
 )
-from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
+from fp8graph.ir.quantize_node import Arguments, QuantizeNode, call
 
 _RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy for a node of its region
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
@@ -81,7 +81,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
         if not is_backward(node):
             node = _run_again(graph, node)
             quantized = QuantizeNode(node)
-            by_row = quantized.kind.columns_again and quantized.asked.x in free
+            by_row = quantized.kind.columns_again and quantized.arguments.x in free
             sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
             if compilation.facts.settings.save == "memory" or by_row or sharded:
                 refusal = _check(quantized, decoded_anew=sharded)
@@ -106,11 +106,11 @@ def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
     node, copy = quantized.node, quantized.outputs.get("columnwise")
     read = [user for user in copy.users if user.target not in ops.MEASURES] if copy is not None else []
     for_backward = bool(read) and all(map(is_backward, read)) or (decoded_anew and bool(_decoded(quantized)))
-    if CACHED_KEY in node.meta or not quantized.asked.rowwise or not for_backward:
+    if CACHED_KEY in node.meta or not quantized.arguments.rowwise or not for_backward:
         return ""
     if _RECOMPUTE in node.meta:
         return "torch.utils.checkpoint runs its forward again anyway"
-    if quantized.asked.offs is not None or quantized.asked.per_matrix:
+    if quantized.arguments.offs is not None or quantized.arguments.per_matrix:
         return "the operands of grouped GEMMs are kept as they are"
     return None
 
@@ -122,15 +122,15 @@ def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
     checkpointing would keep more than in bf16: as much as without it.
     """
     quantized = QuantizeNode(node)
-    asked, old = quantized.asked, quantized.outputs
+    arguments, old = quantized.arguments, quantized.outputs
     if _RECOMPUTE not in node.meta:
         return node
-    if quantized.kind.own_scale and asked.scales is None and asked.offs is None and not asked.per_matrix:
+    if quantized.kind.own_scale and arguments.scales is None and arguments.offs is None and not arguments.per_matrix:
         with graph.inserting_before(node):
-            of_scale = dataclasses.replace(asked, rowwise=[], columnwise=[], keep_scales=True)
+            of_scale = dataclasses.replace(arguments, rowwise=[], columnwise=[], keep_scales=True)
             first = _insert(graph, of_scale, node, like=node)
             scales = _output(graph, first, "scales")
-            quantized = _insert(graph, dataclasses.replace(asked, scales=scales, row=0), node, like=node)
+            quantized = _insert(graph, dataclasses.replace(arguments, scales=scales, row=0), node, like=node)
             made = {name: _output(graph, quantized, name) for name in old}
         for saved in (first.node, scales):
             saved.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
@@ -152,25 +152,25 @@ def _decoded(quantized: QuantizeNode) -> list[fx.Node]:
 def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> None:
     """Let backward make the copies that it reads. On observed steps forward makes them, too, to measure them."""
     quantized = QuantizeNode(node)
-    asked, outputs = quantized.asked, quantized.outputs
+    arguments, outputs = quantized.arguments, quantized.outputs
     copy = outputs.get("columnwise")
     decoded = _decoded(quantized) if decoded_anew else []
     read = {*decoded, *(filter(is_backward, copy.users) if copy is not None else ())}
     with graph.inserting_before(node):
-        columnwise = asked.columnwise if copy is not None and not all(map(is_backward, copy.users)) else []
-        of_forward = dataclasses.replace(asked, columnwise=columnwise, keep_scales=quantized.kind.own_scale)
+        columnwise = arguments.columnwise if copy is not None and not all(map(is_backward, copy.users)) else []
+        of_forward = dataclasses.replace(arguments, columnwise=columnwise, keep_scales=quantized.kind.own_scale)
         forward = _insert(graph, of_forward, node, like=node)
         made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
         if quantized.kind.own_scale:
-            asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
+            arguments = dataclasses.replace(arguments, scales=_output(graph, forward, "scales"), row=0)
     first = in_order(read)[0]
     with graph.inserting_before(first):
         # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
         # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
-        source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first)
+        source = insert(graph, aten.clamp_min.default, (arguments.x, -math.inf), like=first)
         source.meta["partitioner_tag"] = _BACKWARD
-        rowwise = asked.rowwise if decoded else []
-        again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=rowwise), node, like=first)
+        rowwise = arguments.rowwise if decoded else []
+        again = _insert(graph, dataclasses.replace(arguments, x=source, rowwise=rowwise), node, like=first)
         again.node.meta.pop(USES_KEY, None)  # recorded in forward
         again.node.meta["partitioner_tag"] = _BACKWARD
         remade = {name: _output(graph, again, name) for name in outputs if name in again.names and name != "amax"}
@@ -225,9 +225,9 @@ def _replaced(replacements: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node
     return replacements.get(node, node)
 
 
-def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> QuantizeNode:
+def _insert(graph: fx.Graph, arguments: Arguments, old: fx.Node, *, like: fx.Node) -> QuantizeNode:
     name = f"quantize_{old.meta[OPERAND_KEY]}"
-    args, kwargs = call(asked)
+    args, kwargs = call(arguments)
     node = insert(graph, ops.quantize, args, like=like, name=name, kwargs=kwargs)
     node.meta.update({key: old.meta[key] for key in (OPERAND_KEY, USES_KEY) if key in old.meta})
     return QuantizeNode(node)

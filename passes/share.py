@@ -48,8 +48,8 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
     groups: dict[Any, list[Group]] = {}
     for node in nodes(graph, (ops.quantize,)):
         candidates = groups.setdefault(_key(node), [])
-        asked = QuantizeNode(node).asked
-        layouts = [list(asked.rowwise), list(asked.columnwise)]
+        arguments = QuantizeNode(node).arguments
+        layouts = [list(arguments.rowwise), list(arguments.columnwise)]
         group = next((g for g in candidates if g.takes(layouts)), None)
         if group is None:
             candidates.append(group := Group())
@@ -63,10 +63,10 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _key(node: fx.Node) -> Any:
     """Equal for nodes that may become one: tensor, quantizer and, with a state, the recipe that updates it."""
-    asked = QuantizeNode(node).asked
+    arguments = QuantizeNode(node).arguments
     uses = cast(list[Use], node.meta.get(USES_KEY, []))
     recipes = {use.recipe for use in uses}
-    return value_key(asked.x), repr(dataclasses.replace(asked, x=None, rowwise=[], columnwise=[])), *recipes
+    return value_key(arguments.x), repr(dataclasses.replace(arguments, x=None, rowwise=[], columnwise=[])), *recipes
 
 
 def _merge(graph: fx.Graph, group: Group) -> None:

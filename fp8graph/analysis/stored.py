@@ -80,8 +80,8 @@ def as_stored(resolution: Resolution, stored: fx.Node, *, flipped: bool = False)
     if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC, rule=rule)
     recipe, recipes = recipe_of(stored, flipped=flipped), dict[GemmName, Recipe | None]()
-    for gemm, asked in resolution.recipes.items():
-        override = asked.backward_override if asked is not None else None
+    for gemm, policy_recipe in resolution.recipes.items():
+        override = policy_recipe.backward_override if policy_recipe is not None else None
         recipes[gemm] = dataclasses.replace(recipe, backward_override=override) if override is not None else recipe
     return Resolution(recipes, source=f"weight stored in {_described(given)}", rule=rule)
 

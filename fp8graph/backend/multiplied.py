@@ -90,7 +90,7 @@ def multiplied_by(
             if "rowwise" in weight.outputs and all(called[index] in owners for index in weight.parameters):
                 owned = [owners[called[index]] for index in weight.parameters]
                 new = {owner.name for owner in owned if wanted is None or owner.name in wanted} - seen
-                kept = backend.services.kept_scales(weight.asked)
+                kept = backend.services.kept_scales(weight.extra_inputs)
                 for made in _made(weight, owned, kept, new, data) if new else ():
                     seen.add(made.parameter)
                     yield made
@@ -145,7 +145,7 @@ def _made(
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
-    arguments, placeholders = QuantizeNode(node).asked, weight.quantizing.find_nodes(op="placeholder")
+    arguments, placeholders = QuantizeNode(node).arguments, weight.quantizing.find_nodes(op="placeholder")
     places = {placeholder: place for place, placeholder in enumerate(placeholders[: len(owners)])}
     sources = [_source(part, places) for part in arguments.parts]
     called = [owners[place].called for place, _ in sources if place is not None]
@@ -155,7 +155,7 @@ def _made(
     peeked: list[Tensor] = []
     if kept is not None and (data or spread):
         parameters = [owners[place].parameter for place, _ in sources if place is not None]
-        peeked = [kept.peek(each, called, parameters) for each in weight.asked]
+        peeked = [kept.peek(each, called, parameters) for each in weight.extra_inputs]
     wants = [place is not None and owners[place].name in wanted for place, _ in sources]
     facts = None
     with torch.no_grad():
@@ -192,7 +192,7 @@ def _made(
                     global_scale_inv=piece.global_scale_inv,
                     input_scale_inv=None
                     if kept is None
-                    else kept.input_scale_inv(weight.asked[0], owners[place].called),
+                    else kept.input_scale_inv(weight.extra_inputs[0], owners[place].called),
                     flipped=flipped,
                     touched=piece.touched,
                     facts=facts,

@@ -89,17 +89,17 @@ class Compilation:
         """Results of one class that an earlier pass left for later ones."""
         return self._results.setdefault(kind, [])
 
-    def take(self, graph: fx.Graph, asked: Sequence[ExtraInput]) -> list[fx.Node] | None:
-        """Take what is ``asked`` for as inputs, behind those that passes took before. Each pass calls it once.
+    def take(self, graph: fx.Graph, extra_inputs: Sequence[ExtraInput]) -> list[fx.Node] | None:
+        """Let the graph take ``extra_inputs``, behind those that passes took before. Each pass calls it once.
 
         Returns:
             The inputs, in order; None if the graph has too few spare ones. It is then traced again with enough of them.
         """
-        self.extra_inputs += asked
-        if not asked:
+        self.extra_inputs += extra_inputs
+        if not extra_inputs:
             return []
         with fake_mode_of(next(node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))):
-            fakes = [fake for each in asked for fake in each.stand_ins()]
+            fakes = [fake for each in extra_inputs for fake in each.stand_ins()]
         return self.facts.spares.take(graph, fakes)
 
     def amend(self, more: Mapping[tuple[str, int, str], str], dtype: str | None = None) -> None:
@@ -142,7 +142,7 @@ class Findings:
         stores: dict[str, list[ExtraInput]] = {}
         for each in self.extra_inputs:
             stores.setdefault(each.store, []).append(each)
-        return {store: tuple(asked) for store, asked in stores.items()}
+        return {store: tuple(extra_inputs) for store, extra_inputs in stores.items()}
 
     @functools.cached_property
     def places(self) -> Mapping[str, tuple[int, ...]]:

@@ -55,8 +55,8 @@ MEASURES: Final[set[Any]] = set()  # ops whose results no GEMM reads
 
 
 def _shape_of_quantize(*args: Any, **kwargs: Any) -> list[Tensor]:
-    asked: QuantizeArguments[Any] = QuantizeArguments(*args, **kwargs)
-    return [asked.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(asked)]
+    arguments: QuantizeArguments[Any] = QuantizeArguments(*args, **kwargs)
+    return [arguments.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(arguments)]
 
 
 def _shape_of_scaled_mm(

@@ -12,7 +12,7 @@ from torch import fx
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments, Scaling
 
-Asked = QuantizeArguments[fx.Node]
+Arguments = QuantizeArguments[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class QuantizeNode:
     node: fx.Node
 
     @property
-    def asked(self) -> Asked:
+    def arguments(self) -> Arguments:
         return QuantizeArguments(*cast(Any, self.node.args), **cast(Any, self.node.kwargs))
 
     @property
     def kind(self) -> Scaling:
-        return SCALINGS[self.asked.scaling]
+        return SCALINGS[self.arguments.scaling]
 
     @property
     def names(self) -> list[str]:
         """The names of the outputs, in order."""
-        return names(self.asked)
+        return names(self.arguments)
 
     @property
     def values(self) -> dict[str, torch.Tensor]:
@@ -42,9 +42,9 @@ class QuantizeNode:
     @property
     def columnwise_differs(self) -> bool:
         """Whether the columnwise data differ from the rowwise ones, transposed."""
-        asked = self.asked
-        tile_rows, _ = asked.block or (1, 1)
-        return bool(asked.columnwise) and not self.kind.one_scale and (tile_rows == 1 or not asked.rowwise)
+        arguments = self.arguments
+        tile_rows, _ = arguments.block or (1, 1)
+        return bool(arguments.columnwise) and not self.kind.one_scale and (tile_rows == 1 or not arguments.rowwise)
 
     @property
     def outputs(self) -> dict[str, fx.Node]:
@@ -54,20 +54,20 @@ class QuantizeNode:
 
     def ask(self, **changes: Any) -> None:
         """Change the request of the node. Its fake value is not changed: see ``edit.update_value``."""
-        self.node.args, self.node.kwargs = call(dataclasses.replace(self.asked, **changes))
+        self.node.args, self.node.kwargs = call(dataclasses.replace(self.arguments, **changes))
 
 
-def names(asked: QuantizeArguments[Any]) -> list[str]:
+def names(arguments: QuantizeArguments[Any]) -> list[str]:
     """The names of the outputs of a quantize node, in order."""
-    return quantization.output_names(asked.scaling, list(asked.layouts), keep_scales=asked.keep_scales)
+    return quantization.output_names(arguments.scaling, list(arguments.layouts), keep_scales=arguments.keep_scales)
 
 
-def call(asked: QuantizeArguments[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``asked`` as the args and kwargs of a node, without those that equal their defaults."""
+def call(arguments: QuantizeArguments[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``arguments`` as the args and kwargs of a node, without those that equal their defaults."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for field in dataclasses.fields(asked):
-        value = getattr(asked, field.name)
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
         if not field.kw_only:
             args.append(value)
         elif value is not field.default and value != field.default and value != []:

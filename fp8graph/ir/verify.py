@@ -32,7 +32,7 @@ from fp8graph.ir.nodes import (
     swaps_last_dims,
     value,
 )
-from fp8graph.ir.quantize_node import Asked, QuantizeNode
+from fp8graph.ir.quantize_node import Arguments, QuantizeNode
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
@@ -91,8 +91,8 @@ def check_connected(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=ops.quantize):
         quantized = QuantizeNode(node)
-        if quantized.kind.has_state and quantized.asked.scales is None:
-            name = next((use.recipe.name for use in node.meta.get(USES_KEY, ())), quantized.asked.scaling)
+        if quantized.kind.has_state and quantized.arguments.scales is None:
+            name = next((use.recipe.name for use in node.meta.get(USES_KEY, ())), quantized.arguments.scaling)
             raise UnsupportedRecipeError(
                 f"the recipe {name} keeps its scales between calls, and fp8graph.passes has no pass that connects them "
                 "to a graph. Add that pass again, or choose a recipe without a state, such as tensorwise."
@@ -129,7 +129,7 @@ def _followed(node: fx.Node, sources: Sequence[fx.Node | None] = ()) -> tuple[fx
     while node not in sources:
         if node.target is operator.getitem:
             quantized, position = cast("tuple[fx.Node, int]", node.args)
-            if quantized.target is not ops.quantize or QuantizeNode(quantized).asked.more is not None:
+            if quantized.target is not ops.quantize or QuantizeNode(quantized).arguments.more is not None:
                 break
             turned ^= QuantizeNode(quantized).names[position].startswith("columnwise")
             node = quantized
@@ -167,29 +167,29 @@ def _of_one_matrix(node: fx.Node) -> bool:
 
 def _quantize(node: fx.Node) -> str | None:
     quantized = QuantizeNode(node)
-    asked, x = quantized.asked, value(quantized.asked.x)
+    arguments, x = quantized.arguments, value(quantized.arguments.x)
     if not x.is_floating_point():
         return f"quantizes {x.dtype}"
-    if asked.dtype not in FP8_MAX:
-        return f"{asked.dtype} is not an FP8 type"
-    if asked.amax_epsilon < 0:
+    if arguments.dtype not in FP8_MAX:
+        return f"{arguments.dtype} is not an FP8 type"
+    if arguments.amax_epsilon < 0:
         return "a negative epsilon"
-    if not asked.layouts and not asked.keep_scales:
+    if not arguments.layouts and not arguments.keep_scales:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
-    if asked.more is not None and (problem := _joined(asked)) is not None:
+    if arguments.more is not None and (problem := _joined(arguments)) is not None:
         return problem
     if len(outputs) != len(quantized.names):
         return f"{len(outputs)} outputs"
-    if quantized.kind.tiled != bool(asked.block):
-        return f"scaling {asked.scaling} with tiles {asked.block or None}"
+    if quantized.kind.tiled != bool(arguments.block):
+        return f"scaling {arguments.scaling} with tiles {arguments.block or None}"
     return None
 
 
-def _joined(asked: Asked) -> str | None:
+def _joined(arguments: Arguments) -> str | None:
     """Check ``more``: tensors that are joined along ``dim``, each with the shape of the first except in ``dim``."""
-    first, *more = map(value, asked.parts)
-    dim = asked.dim
+    first, *more = map(value, arguments.parts)
+    dim = arguments.dim
     if dim not in (-2, -1):
         return f"joins along dim {dim}"
     kept = -3 - dim

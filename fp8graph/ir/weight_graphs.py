@@ -46,9 +46,9 @@ class WeightGraph(ExtraInput):
 
     name: str  # name of the module that uses it, for the report
     parameters: tuple[int, ...]  # graph inputs that it is computed from
-    quantizing: fx.Graph  # dialect graph: parameters, and the tensors of ``asked`` -> the outputs
-    recording: fx.Graph  # the same for a graph with gradients: it may write to the tensors of ``asked``
-    asked: tuple[ExtraInput, ...] = ()  # tensors that these graphs take behind the parameters: a delayed scale
+    quantizing: fx.Graph  # dialect graph: parameters, and the tensors of ``extra_inputs`` -> the outputs
+    recording: fx.Graph  # the same for a graph with gradients: it may write to the tensors of ``extra_inputs``
+    extra_inputs: tuple[ExtraInput, ...] = ()  # tensors that these graphs take behind the parameters: a delayed scale
     trains: bool  # the graph computes gradients with it
     linears: int  # how many weights it joins
     signature: str  # equal for weights that are computed in the same way, whatever their layouts
@@ -59,7 +59,7 @@ class WeightGraph(ExtraInput):
     @property
     def records(self) -> bool:
         """Whether the graph needs ``recording`` to have run for it."""
-        return self.trains and bool(self.asked)
+        return self.trains and bool(self.extra_inputs)
 
     def made_outputs(self) -> dict[str, torch.Tensor]:
         """The fake values of the outputs, by name."""
@@ -68,22 +68,24 @@ class WeightGraph(ExtraInput):
         return dict(zip(self.made, map(value, results), strict=True))
 
     def renamed(self, rename: Rename) -> Self:
-        return dataclasses.replace(self, asked=tuple(each.renamed(rename) for each in self.asked))
+        return dataclasses.replace(self, extra_inputs=tuple(each.renamed(rename) for each in self.extra_inputs))
 
     def passed(self, run: Callable[[fx.Graph, Compilation], None], facts: GraphFacts) -> Self:
         """The same after a pass, if that takes inputs for it: whoever runs its graphs gives them, too."""
         alone = Compilation(facts=dataclasses.replace(facts, spares=SpareInputs(), records_amaxes=False))
         run(self.quantizing, alone)  # it has no spare inputs, and is not changed
-        if not (asked := alone.extra_inputs):
+        if not (more := alone.extra_inputs):
             return self
-        quantizing, recording = (self._passed(run, facts, asked, records=records) for records in (False, True))
-        return dataclasses.replace(self, quantizing=quantizing, recording=recording, asked=(*self.asked, *asked))
+        quantizing, recording = (self._passed(run, facts, more, records=records) for records in (False, True))
+        return dataclasses.replace(
+            self, quantizing=quantizing, recording=recording, extra_inputs=(*self.extra_inputs, *more)
+        )
 
     def _passed(
         self,
         run: Callable[[fx.Graph, Compilation], None],
         facts: GraphFacts,
-        asked: Sequence[ExtraInput],
+        extra_inputs: Sequence[ExtraInput],
         *,
         records: bool,
     ) -> fx.Graph:
@@ -91,7 +93,7 @@ class WeightGraph(ExtraInput):
         graph.output(graph.graph_copy(self.quantizing, {}))
         count, first = len(graph.find_nodes(op="placeholder")), next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first), fake_mode_of(first):
-            fakes = [fake for each in asked for fake in each.stand_ins()]
+            fakes = [fake for each in extra_inputs for fake in each.stand_ins()]
             for place, fake in enumerate(fakes, count):
                 _placeholder(graph, place, fake)
         spares = SpareInputs(indices=range(count, count + len(fakes)))
@@ -134,8 +136,8 @@ def weight_graph(
     if node.target is ops.quantize:
         quantized = QuantizeNode(node)
         made = tuple(name for name in quantized.names if name != "amax")
-        outputs, linears = tuple(quantized.outputs), len(quantized.asked.parts)
-        layouts = tuple(quantized.asked.rowwise), tuple(quantized.asked.columnwise)
+        outputs, linears = tuple(quantized.outputs), len(quantized.arguments.parts)
+        layouts = tuple(quantized.arguments.rowwise), tuple(quantized.arguments.columnwise)
         graph.output([insert(graph, getitem, (copied, quantized.names.index(name)), like=node) for name in made])
     else:
         made, outputs, layouts, linears = (_TRANSPOSED,), (_TRANSPOSED,), ((), tuple(value(node).shape)), 1
@@ -203,7 +205,7 @@ def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.N
         elif current not in between:
             between.add(current)
             pending.extend(current.all_input_nodes)
-    source = QuantizeNode(node).asked.x if node.target is ops.quantize else node
+    source = QuantizeNode(node).arguments.x if node.target is ops.quantize else node
     if not reads_parameter or any(static_size(size) is None for size in value(source).shape):
         return None
     return in_order(between)
@@ -241,7 +243,7 @@ def _signature_of(graph: fx.Graph) -> str:
         elif node.op == "call_function" and not _takes_layout(node):
             args, kwargs = node.args, node.kwargs
             if node.target is ops.quantize:
-                args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, rowwise=[], columnwise=[]))
+                args, kwargs = call(dataclasses.replace(QuantizeNode(node).arguments, rowwise=[], columnwise=[]))
             lines.append(f"{node.target} {fx.map_arg((args, kwargs), lambda n: order[n])}")
     return "\n".join(lines)
 

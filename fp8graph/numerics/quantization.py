@@ -69,36 +69,36 @@ def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool =
     return SCALINGS[scaling].outputs(layouts, keep_scales)
 
 
-def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.dtype]]:
+def output_shapes(arguments: QuantizeArguments[Any]) -> list[tuple[list[int], torch.dtype]]:
     """The shapes and dtypes of the results of ``quantize_layouts``, from shapes alone."""
-    kind, block = SCALINGS[asked.scaling], asked.block
-    *batch, rows, columns = asked.x.shape
-    joined = sum(part.shape[asked.dim] for part in asked.parts)
-    rows, columns = (joined, columns) if asked.dim == -2 else (rows, joined)
-    groups: int = 0 if asked.offs is None else asked.offs.shape[0]
-    units = asked.x.shape[0] if asked.per_matrix else groups or None
+    kind, block = SCALINGS[arguments.scaling], arguments.block
+    *batch, rows, columns = arguments.x.shape
+    joined = sum(part.shape[arguments.dim] for part in arguments.parts)
+    rows, columns = (joined, columns) if arguments.dim == -2 else (rows, joined)
+    groups: int = 0 if arguments.offs is None else arguments.offs.shape[0]
+    units = arguments.x.shape[0] if arguments.per_matrix else groups or None
     data: list[tuple[list[int], torch.dtype]] = []
     scales: list[tuple[list[int], torch.dtype]] = []
     whole: list[list[int]] = []
-    for layout, multiples in asked.layouts.items():
+    for layout, multiples in arguments.layouts.items():
         sizes, groups_of_columns = (rows, columns), 0
         if layout == "columnwise":
             sizes, groups_of_columns = (columns, rows), groups
             if groups:
                 sizes = columns, padded_rows(rows, groups, multiples[1])
         r, c = (size + -size % multiple for size, multiple in zip(sizes, multiples, strict=True))
-        data.append(([*batch, *kind.data_shape(r, c, block)], asked.dtype))
+        data.append(([*batch, *kind.data_shape(r, c, block)], arguments.dtype))
         shape = kind.scale_shape(r, c, block, groups_of_columns)
         if shape is not None:
-            shape, order = [*batch, *shape], asked.order_of(layout)
-            if order and (groups or asked.per_matrix):
+            shape, order = [*batch, *shape], arguments.order_of(layout)
+            if order and (groups or arguments.per_matrix):
                 shape = group_blocks.ordered_shape(shape, groups, rows=block[0], columns=layout == "columnwise")
             elif order:
                 shape = kind.ordered_shape(shape, order, block)
             scales.append((shape, kind.scale_dtype))
         if kind.scale_of_layout:
-            whole.append([*batch, r, 1] if asked.row_scaled else [] if units is None else [units])
-    shared = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
+            whole.append([*batch, r, 1] if arguments.row_scaled else [] if units is None else [units])
+    shared = kind.shared_shapes([*batch, rows], units, arguments.scales is not None, arguments.keep_scales)
     return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *shared))]
 
 
@@ -110,71 +110,76 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     return _quantized(QuantizeArguments(*args, **kwargs))
 
 
-def _quantized(asked: QuantizeArguments[Tensor]) -> list[Tensor]:
-    kind, dim, offs = SCALINGS[asked.scaling], asked.dim, asked.offs
-    grouped = offs is not None or asked.per_matrix
-    parts, group = asked.parts, None if asked.offs is None else group_of_rows(asked.offs, asked.x.shape[0])
-    if any(part.shape != asked.x.shape for part in parts) or (asked.row_scaled and len(parts) > 1):
+def _quantized(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
+    kind, dim, offs = SCALINGS[arguments.scaling], arguments.dim, arguments.offs
+    grouped = offs is not None or arguments.per_matrix
+    parts, group = (
+        arguments.parts,
+        None if arguments.offs is None else group_of_rows(arguments.offs, arguments.x.shape[0]),
+    )
+    if any(part.shape != arguments.x.shape for part in parts) or (arguments.row_scaled and len(parts) > 1):
         parts = [hints.join(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
     if offs is None or group is None:
-        shared = kind.shared(parts, asked)
+        shared = kind.shared(parts, arguments)
     else:
-        shared = kind.shared_of_groups(group, offs.shape[0], asked)
+        shared = kind.shared_of_groups(group, offs.shape[0], arguments)
     data: list[Tensor] = []
     scales: list[Tensor] = []
     whole: list[Shared] = []
     in_rows: tuple[Tensor, Tensor] | None = None  # the rowwise copy, its scales in no order
-    for layout, multiples in asked.layouts.items():
+    for layout, multiples in arguments.layouts.items():
         of_layout, sources, groups, transposed = shared, parts, None, layout == "columnwise"
-        if transposed and asked.columnwise_from_rowwise:
-            sources = [_rowwise_numbers(asked, in_rows)]
+        if transposed and arguments.columnwise_from_rowwise:
+            sources = [_rowwise_numbers(arguments, in_rows)]
         if offs is not None and group is not None:
             (x,) = sources
             rows, of_rows = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(offs.shape[0] - 1))
             sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
-        if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
-            sources = [transformed(source, asked.rotation, asked.matrix) for source in sources]
+        if transposed and arguments.rotation is not None:  # groups are whole tiles: none mixes with another
+            sources = [transformed(source, arguments.rotation, arguments.matrix) for source in sources]
             if groups is None:
-                of_layout = kind.shared(sources, asked)
+                of_layout = kind.shared(sources, arguments)
             else:
-                turned = dataclasses.replace(asked, x=sources[0])
+                turned = dataclasses.replace(arguments, x=sources[0])
                 of_layout = kind.shared_of_groups(groups.of_rows, groups.count, turned)
         if transposed and groups is None:
             sources = [source.transpose(-2, -1) for source in sources]
-        if transposed and asked.row_scaled:
-            of_layout = kind.shared(sources if groups is None else [sources[0].t()], asked)
+        if transposed and arguments.row_scaled:
+            of_layout = kind.shared(sources if groups is None else [sources[0].t()], arguments)
         request = LayoutRequest(
             parts=sources,
             axis=-3 - dim if transposed and groups is None else dim,
             multiples=multiples,
-            asked=dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked,
+            arguments=dataclasses.replace(arguments, draw=2 * arguments.draw + transposed)
+            if arguments.stochastic
+            else arguments,
             shared=of_layout,
-            order="" if grouped else asked.order_of(layout),
+            order="" if grouped else arguments.order_of(layout),
         )
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
-        if not transposed and asked.columnwise_from_rowwise and scale_inv is not None:
-            in_rows = numbers, kind.in_rows(numbers, scale_inv, request.order, asked.block)
-        if scale_inv is not None and grouped and asked.order_of(layout):
+        if not transposed and arguments.columnwise_from_rowwise and scale_inv is not None:
+            in_rows = numbers, kind.in_rows(numbers, scale_inv, request.order, arguments.block)
+        if scale_inv is not None and grouped and arguments.order_of(layout):
             ends, in_blocks = offs, None
             if offs is not None and transposed:
-                ends, in_blocks = group_blocks.ends_of_columns(offs, multiples[1], asked.block[1])
-            scale_inv = group_blocks.ordered(scale_inv, ends, in_blocks=in_blocks, rows=asked.block[0])
+                ends, in_blocks = group_blocks.ends_of_columns(offs, multiples[1], arguments.block[1])
+            scale_inv = group_blocks.ordered(scale_inv, ends, in_blocks=in_blocks, rows=arguments.block[0])
         scales += [] if scale_inv is None else [scale_inv]
         whole.append(of_layout)
-    return [*data, *scales, *kind.layout_scales(whole, asked), *kind.shared_outputs(shared, asked)]
+    return [*data, *scales, *kind.layout_scales(whole, arguments), *kind.shared_outputs(shared, arguments)]
 
 
-def _rowwise_numbers(asked: QuantizeArguments[Tensor], made: tuple[Tensor, Tensor] | None) -> Tensor:
+def _rowwise_numbers(arguments: QuantizeArguments[Tensor], made: tuple[Tensor, Tensor] | None) -> Tensor:
     """The numbers of the rowwise copy, decoded, in FP32: of the one that was ``made``, if it was."""
     if made is None:
-        plain = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], rowwise_order="", columnwise_order="")
+        plain = dataclasses.replace(arguments, rowwise=[1, 1], columnwise=[], rowwise_order="", columnwise_order="")
         data, scale_inv = _quantized(plain)
     else:
         data, scale_inv = made
-    joined = sum(part.shape[asked.dim] for part in asked.parts)
-    rows, columns = (joined, asked.x.shape[-1]) if asked.dim == -2 else (asked.x.shape[-2], joined)
-    return SCALINGS[asked.scaling].decode(data, scale_inv, asked.block, None)[..., :rows, :columns]
+    joined = sum(part.shape[arguments.dim] for part in arguments.parts)
+    rows, columns = (joined, arguments.x.shape[-1]) if arguments.dim == -2 else (arguments.x.shape[-2], joined)
+    return SCALINGS[arguments.scaling].decode(data, scale_inv, arguments.block, None)[..., :rows, :columns]
 
 
 def quantized_copy(
@@ -198,10 +203,10 @@ def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
     return _settings(quantizer, _QUANTIZING)
 
 
-def measuring_kwargs(asked: Quantizer | QuantizeArguments[Any]) -> dict[str, Any]:
+def measuring_kwargs(arguments: Quantizer | QuantizeArguments[Any]) -> dict[str, Any]:
     """The settings that measuring a copy needs (``stats.quantized_parts``), as keyword arguments."""
-    turned = {} if asked.rotation is None else {"rotation": asked.rotation}
-    return {"scaling": asked.scaling, "block": list(asked.block), **turned}
+    turned = {} if arguments.rotation is None else {"rotation": arguments.rotation}
+    return {"scaling": arguments.scaling, "block": list(arguments.block), **turned}
 
 
 def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:

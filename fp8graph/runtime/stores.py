@@ -180,11 +180,11 @@ class Store:
         """The parameters at ``positions`` that this call has as a copy alone (``Caller.arrived``)."""
         return {}
 
-    def slot(self, asked: Sequence[Any], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[Any], caller: Caller) -> Slot:
         """The slot for what a graph asks for; most give no tensors.
 
         Args:
-            asked: extra inputs of this store, the same sequence for each call of the graph.
+            extra_inputs: of this store, the same sequence for each call of the graph.
 
         Raises:
             GatheredInHighPrecision: the graph does not fit what arrived.
@@ -192,7 +192,7 @@ class Store:
         """
         return Slot(tensors=[])
 
-    def forget(self, asked: Sequence[Any]) -> None:
+    def forget(self, extra_inputs: Sequence[Any]) -> None:
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
 
 
@@ -245,14 +245,14 @@ class KeptScales(Store):
         """Stage amaxes [] FP32, perhaps several, for each of some tensors of this store, which have one row."""
         raise NotImplementedError
 
-    def peek(self, asked: Any, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """A copy of the tensor that a weight's graph takes as ``asked``, with the scale of ``owners`` as it is now.
+    def peek(self, extra_input: Any, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        """A copy of the tensor that a weight's graph takes as ``extra_input``, with the present scale of ``owners``.
 
         A collective if that is yet to come from ``parameters``: the same as the model has them, perhaps sharded.
         """
         raise NotImplementedError
 
-    def input_scale_inv(self, asked: Any, owner: Tensor) -> Tensor | None:
+    def input_scale_inv(self, extra_input: Any, owner: Tensor) -> Tensor | None:
         """FP32 []: of the input of the layer whose weight is ``owner``. None before training has seen any."""
         raise NotImplementedError
 
@@ -313,23 +313,25 @@ class Services:
             self._made[kind.name] = kind.of(self)
         return cast(_Kind, self._made[kind.name])
 
-    def kept_scales(self, asked: Sequence[ExtraInput]) -> KeptScales | None:
-        """The store of the scales that a weight's graph takes as ``asked``; None if it takes none."""
-        return cast(KeptScales, self._made[asked[0].store]) if asked else None
+    def kept_scales(self, extra_inputs: Sequence[ExtraInput]) -> KeptScales | None:
+        """The store of the scales that a weight's graph takes as ``extra_inputs``; None if it takes none."""
+        return cast(KeptScales, self._made[extra_inputs[0].store]) if extra_inputs else None
 
-    def tensors(self, asked: Sequence[ExtraInput], args: Sequence[Any], *, records: bool = False) -> Sequence[Tensor]:
+    def tensors(
+        self, extra_inputs: Sequence[ExtraInput], args: Sequence[Any], *, records: bool = False
+    ) -> Sequence[Tensor]:
         """The tensors of another store that one needs to make its own.
 
         Args:
-            asked: of one store. The same sequence finds the same tensors at once.
+            extra_inputs: of one store. The same sequence finds the same tensors at once.
             args: the inputs of the graph that is about to run, the parameters among them.
             records: see :class:`Caller`.
         """
-        if not asked:
+        if not extra_inputs:
             return []
-        (name,) = {each.store for each in asked}
+        (name,) = {each.store for each in extra_inputs}
         caller = Caller(args=args, gradients=False, group=None, arrived={}, records=records)
-        return self._made[name].slot(asked, caller).tensors
+        return self._made[name].slot(extra_inputs, caller).tensors
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:

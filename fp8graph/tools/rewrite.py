@@ -91,8 +91,8 @@ def rewrite(
     given = Settings.taken_from(settings)
     if refused := sorted((given.keys() - set(_SETTINGS)) | settings.keys()):
         raise ConfigError(f"rewrite has no setting {refused[0]!r}{choices('Settings', refused[0], _SETTINGS)}")
-    asked = Settings(**given, cache_weights=False)
-    policies = Policies(asked.hardware)
+    options = Settings(**given, cache_weights=False)
+    policies = Policies(options.hardware)
     policies.set(policy, recipe)
     if policies.has_schedule:
         raise ConfigError("rewrite(policy=...): it has a schedule, and a graph no steps. Pass policy.at_step(step).")
@@ -100,7 +100,7 @@ def rewrite(
     group = autocast.amax_group()
     decisions = Decisions(
         policy=resolved,
-        settings=asked,
+        settings=options,
         regions=regions_in(graph_module),
         stacks=stacks_of(name for name, x in zip(names, inputs, strict=False) if name is not None and x.ndim > 1),
         amax_group=group,
@@ -119,20 +119,20 @@ def rewrite(
             reduces_in_graph=True,
             spares=SpareInputs(indices=range(len(inputs), len(inputs) + spares)),
         )
-        joint = JointPass(facts, None, check=check_records if asked.strict else None)
+        joint = JointPass(facts, None, check=check_records if options.strict else None)
         try:
             joint(module.graph)
             break
         except TooFewInputs as error:
             spares = error.wanted
     if group is not None:
-        agree("\n".join(_decided(policies, asked, resolved.recipes(), joint)), group, "rewriting")
+        agree("\n".join(_decided(policies, options, resolved.recipes(), joint)), group, "rewriting")
     _restore(graph_module.graph, module.graph)
     module.recompile()
     view = joint.view(f"{type(graph_module).__name__} {'training' if training else 'inference'}")
     view = Variant(run=module, spares=0, findings=joint.findings, view=view).under(decisions, parameters).view
     report = Report(graphs=[view], policy=policies.whole, identities=frozenset({identity}))
-    if asked.strict:
+    if options.strict:
         report.check()
     module.meta[REPORT_KEY] = report
     for warning in dict.fromkeys(each.warning_alone() for each in joint.findings.extra_inputs):

@@ -75,12 +75,12 @@ def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
     assert decision.recipe is not None
-    asked = f"({SOURCE} asked for {decision.recipe.name})"
+    source = f"({SOURCE} asked for {decision.recipe.name})"
     return replace(
         decision,
         recipe=None,
         # rounded down: 1.049 is not 1.05
-        reason=f"not faster in FP8: predicted {math.floor(100 * speedup) / 100:.2f}x, min_speedup is {bar:g} {asked}",
+        reason=f"not faster in FP8: predicted {math.floor(100 * speedup) / 100:.2f}x, min_speedup is {bar:g} {source}",
         execution="high precision",
         by_profitability=True,
         speedup=speedup,
@@ -102,16 +102,16 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
             return left_alone(f"{SOURCE}: {how}", dequantized=True)
         override = ' with backward_override="high_precision"' if recipe.backward_override == "high_precision" else ""
         return left_alone(f"{SOURCE}: {recipe.name}{override} leaves {gemm.gemm} in high precision")
-    asked = f" ({SOURCE} asked for {recipe.name})"
+    source = f" ({SOURCE} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
     if obstacle is None and compilation.facts.subgraph and recipe.has_state:
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
-        return left_alone(obstacle + asked, required=resolution.by_user)
+        return left_alone(obstacle + source, required=resolution.by_user)
     obstacle = _emulation(gemm, recipe, compilation, stored)
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
-            return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
+            return left_alone(f"{obstacle}; a rule that names it gets it emulated{source}")
     notes = [DECISION, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
     if obstacle is None and gemm.node.target in GROUPED:
         kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]

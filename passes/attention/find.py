@@ -91,8 +91,8 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
     if obstacle is None and emulated and recipe.quantizes_attention_backward:
         obstacle = _why_backward_not_quantized(attention, recipe)
     if obstacle is not None:
-        asked = f"{obstacle} ({SOURCE} asked for {recipe.name})"
-        return left_alone(asked, required=resolution.by_user)
+        text = f"{obstacle} ({SOURCE} asked for {recipe.name})"
+        return left_alone(text, required=resolution.by_user)
     return Decision(
         recipe=recipe,
         reason="; ".join(

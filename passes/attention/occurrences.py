@@ -125,7 +125,7 @@ def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[At
         if node in backward:  # recomputed in the backward of a custom autograd function
             continue
         form, gradients = FORMS[node.target], tuple(pairs.get(node, ()))
-        asked = named_arguments(node) if isinstance(node.target, OpOverload) else {}
+        arguments = named_arguments(node) if isinstance(node.target, OpOverload) else {}
         firsts = [(node, 0), *((other, form.first) for other in gradients)]
         yield Attention(
             site=_new_site(node),
@@ -139,11 +139,11 @@ def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[At
             ),
             sizes=_sizes_of_packed(node) if node.target is VARLEN else _sizes_of_op(node),
             packed=node.target is VARLEN,
-            causal=bool(asked.get("is_causal", False)),
-            masked=not asked
-            or any(asked.get(name) is not None for name in ("attn_mask", "attn_bias"))
-            or asked.get("window_size") not in _WHOLE_SEQUENCES,
-            dropout=bool(asked.get("dropout_p", 0.0)),
+            causal=bool(arguments.get("is_causal", False)),
+            masked=not arguments
+            or any(arguments.get(name) is not None for name in ("attn_mask", "attn_bias"))
+            or arguments.get("window_size") not in _WHOLE_SEQUENCES,
+            dropout=bool(arguments.get("dropout_p", 0.0)),
         )
 
 

@@ -232,8 +232,8 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
         rows = cast(list[Use], node.meta.get(USES_KEY, []))
         if rows and not node.meta.get(CACHED_KEY):
             recipe = cast(DelayedScaling, rows[0].recipe)
-            asked = QuantizeNode(node).asked
-            key = (recipe, FP8_MAX[asked.dtype], is_backward(node), value(asked.x).device)
+            arguments = QuantizeNode(node).arguments
+            key = (recipe, FP8_MAX[arguments.dtype], is_backward(node), value(arguments.x).device)
             of_forward = (*key[:2], False, key[3])
             if any(rows[0] in each.rows for each in pages.get(of_forward, ())):
                 key = of_forward  # backward quantizes it once more, padded otherwise: with the scale that forward took
@@ -312,10 +312,10 @@ def _begin(graph: fx.Graph, entry: _Entry, layout: PageLayout, scales: fx.Node, 
     """Let the users of a row take their scale from their own amax, if the row has none."""
     made: dict[Any, fx.Node] = {}
     for user in in_order(entry.users):
-        asked = QuantizeNode(user).asked
-        tensor = asked.offs, *asked.parts
+        arguments = QuantizeNode(user).arguments
+        tensor = arguments.offs, *arguments.parts
         if tensor not in made:
-            args = (scales, [*asked.parts], asked.offs, row, layout.fp8_max, float(layout.recipe.margin))
+            args = (scales, [*arguments.parts], arguments.offs, row, layout.fp8_max, float(layout.recipe.margin))
             with graph.inserting_before(user):
                 made[tensor] = insert(graph, initial_scales, args, like=user, name="initial_scales")
             made[tensor].meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -89,15 +89,17 @@ class ScalingState(KeptScales):
         if not self._reductions:
             self._forget_rows(owner)
 
-    def slot(self, asked: Sequence[PageLayout | JoinsReduction], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[PageLayout | JoinsReduction], caller: Caller) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""
-        layouts = _layouts_of(asked)
-        group = str(caller.group) if len(layouts) < len(asked) else None
-        slot = _Read(tensors=(), state=self, requests=asked, layouts=layouts, group=group, records=caller.gradients)
+        layouts = _layouts_of(extra_inputs)
+        group = str(caller.group) if len(layouts) < len(extra_inputs) else None
+        slot = _Read(
+            tensors=(), state=self, requests=extra_inputs, layouts=layouts, group=group, records=caller.gradients
+        )
         slot.take_part(caller.args)
         records = caller.gradients or caller.records
         if layouts:
-            pages = self.pages(asked, caller.args, records=records)
+            pages = self.pages(extra_inputs, caller.args, records=records)
             slot.tensors = [page.tensor for page in pages]
             # a call on fake tensors only looks at the model
             if caller.conditions is not None and not any(isinstance(x, FakeTensor) for x in caller.args):
@@ -156,26 +158,26 @@ class ScalingState(KeptScales):
         )
 
     def pages(
-        self, asked: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], *, records: bool = False
+        self, extra_inputs: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], *, records: bool = False
     ) -> Sequence[Page]:
         """The pages for one call of a graph.
 
         Args:
-            asked: the pages that the graph wants. The same sequence finds the same pages at once.
+            extra_inputs: the pages that the graph wants. The same sequence finds the same pages at once.
             args: its inputs, the parameters among them.
             records: amaxes are recorded in them.
         """
         parameters: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
-        key = id(asked), identities(tuple(parameters))
+        key = id(extra_inputs), identities(tuple(parameters))
         graph, phase, in_backward = self._graphs.get(key), self._phases.now(), autograd.in_backward()
         moved = graph is None or any(page.moved for page in graph.pages)
         if graph is None or moved or (graph.phase != phase and not in_backward):
             self._forget_dead_layers()
-            graph = self._graphs.keep(key, self._look_up(asked, args, next(iter(parameters), None)), parameters)
+            graph = self._graphs.keep(key, self._look_up(extra_inputs, args, next(iter(parameters), None)), parameters)
         graph.turn = self._turn = self._turn + 1
         if not in_backward:  # a repeated forward belongs to the phase of the first
             if graph.follows:
-                graph.follows = self._follow(_layouts_of(asked), graph, phase)
+                graph.follows = self._follow(_layouts_of(extra_inputs), graph, phase)
             if records and not graph.records:
                 graph.records = True
                 for own in (own for rows in graph.names for several in rows for own in several):
@@ -186,14 +188,14 @@ class ScalingState(KeptScales):
         return graph.pages
 
     def _look_up(
-        self, asked: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], anchor: Tensor | None
+        self, extra_inputs: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], anchor: Tensor | None
     ) -> GraphPages:
-        layouts = _layouts_of(asked)
+        layouts = _layouts_of(extra_inputs)
         pages = [self._page(layout, args, anchor) for layout in layouts]
         names = [[[self._key(row, args, anchor) for row in rows] for rows in layout.rows] for layout in layouts]
         rows = [[self._rows[several[0]] for several in each] for each in names]
         weights = [weight for pair in zip(layouts, rows, strict=True) for weight in rows_of_weights(*pair)]
-        return GraphPages(requests=asked, pages=pages, names=names, weights=weights, phase=self._phases.now())
+        return GraphPages(requests=extra_inputs, pages=pages, names=names, weights=weights, phase=self._phases.now())
 
     def _follow(self, layouts: Sequence[PageLayout], graph: GraphPages, phase: int) -> bool:
         """Let outdated rows follow the newest of their tensors; whether some have to in the next call, too."""
@@ -209,10 +211,10 @@ class ScalingState(KeptScales):
                         self._rows[names[0]].write(*state)
         return again
 
-    def forget(self, asked: Sequence[PageLayout | JoinsReduction]) -> None:
+    def forget(self, extra_inputs: Sequence[PageLayout | JoinsReduction]) -> None:
         """Drop the look-ups of a graph that is gone. The scales stay, for other graphs of its layers."""
         for key, _ in self._graphs.items():
-            if key[0] == id(asked):
+            if key[0] == id(extra_inputs):
                 self._graphs.drop(key)
 
     def reduces(self, group: str, device: torch.device) -> None:
@@ -419,20 +421,20 @@ class ScalingState(KeptScales):
         key = first if first in self._rows else self._successors.newest(first)
         return None if key is None else self._rows[key].saved()
 
-    def peek(self, asked: PageLayout, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    def peek(self, extra_input: PageLayout, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         """A page with the scale of a weight, which the linears in it share."""
-        page = Page.new(dataclasses.replace(asked, rows=asked.rows[:1], device=owners[0].device))
-        rows = (self.row(owner, "weight", asked.recipe) for owner in owners)
+        page = Page.new(dataclasses.replace(extra_input, rows=extra_input.rows[:1], device=owners[0].device))
+        rows = (self.row(owner, "weight", extra_input.recipe) for owner in owners)
         weight = Row(page, 0, "")
         if (row := next(filter(None, rows), None)) is not None:
-            weight.write(*row.under(asked.fp8_max, asked.recipe.amax_history_len))
+            weight.write(*row.under(extra_input.fp8_max, extra_input.recipe.amax_history_len))
         for row, _ in rows_of_weights(page.layout, [weight]) if page.look() else ():
             row.begin(parameters)
         return page.tensor
 
-    def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:
+    def input_scale_inv(self, extra_input: PageLayout, owner: Tensor) -> Tensor | None:
         """None before training has recorded any amax."""
-        row = self.row(owner, "input", asked.recipe)
+        row = self.row(owner, "input", extra_input.recipe)
         return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None
 
     def _forget_rows(self, owner: Owner) -> None:
@@ -544,9 +546,9 @@ class ScalingState(KeptScales):
         self._epoch.advance()  # some may have no scale any more
 
 
-def _layouts_of(asked: Sequence[PageLayout | JoinsReduction]) -> list[PageLayout]:
+def _layouts_of(extra_inputs: Sequence[PageLayout | JoinsReduction]) -> list[PageLayout]:
     """The pages among the extra inputs that a graph asks for."""
-    return [each for each in asked if isinstance(each, PageLayout)]
+    return [each for each in extra_inputs if isinstance(each, PageLayout)]
 
 
 def _place(name: str) -> str:

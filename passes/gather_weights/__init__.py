@@ -99,7 +99,7 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
                 compilation.extra_inputs.append(dataclasses.replace(weight, outputs=()))
     in_backward = backward_nodes(graph) if sent else set[fx.Node]()
     mixed = [n for n in nodes(graph, (ops.quantize,)) if _backward_reads_rows(QuantizeNode(n), in_backward)]
-    whole = {source_of_part(part)[0] for node in mixed for part in QuantizeNode(node).asked.parts}
+    whole = {source_of_part(part)[0] for node in mixed for part in QuantizeNode(node).arguments.parts}
     hoist(graph, {node: index for node, index in sent.items() if node not in whole}, compilation, GatheredWeight)
     for node in quantized_weights(graph):
         reason = found.get(node)
@@ -151,15 +151,15 @@ def _why_not(
     node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Compilation, in_backward: Collection[fx.Node]
 ) -> str | None:
     quantized = QuantizeNode(node)
-    asked, kind = quantized.asked, quantized.kind
-    sources = [source_of_part(part)[0] for part in asked.parts]
+    arguments, kind = quantized.arguments, quantized.kind
+    sources = [source_of_part(part)[0] for part in arguments.parts]
     if any(source not in parameters or value(source).ndim != 2 for source in sources) or len({*sources}) < len(sources):
         return "it is computed from more than matrices and casts"
     facts: Mapping[int, Shard] = compilation.facts.parameter_facts[GatheredWeight.store]
     for shard in (facts[parameters[source]] for source in sources):
         if shard.reason is not None:
             return shard.reason
-        tile_rows = max(asked.block[: 1 + quantized.columnwise_differs], default=1)
+        tile_rows = max(arguments.block[: 1 + quantized.columnwise_differs], default=1)
         if shard.rows % tile_rows:
             return f"shards of {shard.rows} rows are not a multiple of the {tile_rows}-row tile"
         if quantized.columnwise_differs and shard.kept:
@@ -168,7 +168,7 @@ def _why_not(
             return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if unknown := sorted(set(node.kwargs) - _SETTINGS):
         return f"it is quantized with {', '.join(unknown)}"
-    if asked.more and asked.dim != -2:
+    if arguments.more and arguments.dim != -2:
         return "it is joined with others along its columns"
     body = computed_from(node, parameters) or []
     if reader := next((user for source in sources for user in source.users if user not in body), None):
@@ -176,7 +176,7 @@ def _why_not(
         return f"it is {again} too, by {reader.name}"
     if kind.not_sent is not None:
         return kind.not_sent
-    if not compilation.facts.training and not kind.one_scale and max(asked.block[:1], default=1) == 1:
+    if not compilation.facts.training and not kind.one_scale and max(arguments.block[:1], default=1) == 1:
         return "it may have two layouts of different numbers, about which a graph with a backward decides"
     if _backward_reads_rows(quantized, in_backward):
         return "backward reads fprop's copy of it, too, beside one of other numbers"

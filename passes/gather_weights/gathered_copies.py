@@ -40,7 +40,7 @@ class GatheredCopies:
     def __init__(self, weight: WeightGraph, sizes: Sequence[int], device: torch.device) -> None:
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._kind: Final = QuantizeNode(node).kind
-        self._asked: Final = QuantizeNode(node).asked
+        self._arguments: Final = QuantizeNode(node).arguments
         self._differ = QuantizeNode(node).columnwise_differs
         self._weight, self._sizes, self._device = weight, sizes, device
         self.tensors: Final[dict[str, Tensor]] = {}  # by output name
@@ -57,7 +57,7 @@ class GatheredCopies:
             backward: make dgrad's copy, too.
             fetched: not by FSDP2, into memory of their own.
         """
-        data, alone = outs[0].view(self._asked.dtype), len(self._sizes) == 1 and not fetched
+        data, alone = outs[0].view(self._arguments.dtype), len(self._sizes) == 1 and not fetched
         if alone:
             self.tensors.setdefault("rowwise", data)  # FSDP2 gathers into the same memory each time
         self._allocate({"rowwise", "columnwise"} if backward and not self._differ else {"rowwise"})
@@ -68,7 +68,7 @@ class GatheredCopies:
             assert scales is not None
             writes.append((self.tensors["scale_inv"], scales[0, SCALE_INV].reshape(self.tensors["scale_inv"].shape)))
         else:
-            first = start // (self._asked.block[0] if self._kind.tiled else 1)
+            first = start // (self._arguments.block[0] if self._kind.tiled else 1)
             writes.append((self.tensors["rowwise_scale_inv"][first : first + outs[1].shape[0]], outs[1]))
         self._write(writes)
         if not alone:
@@ -83,14 +83,14 @@ class GatheredCopies:
             outs: bytes [rows, columns], quantized along the rows, and the scales of tiles [tiles of rows, columns].
             scales: [1, 2, columns, 1], where a scale is that of all rows of a column.
         """
-        data, start = outs[0].view(self._asked.dtype), sum(self._sizes[:part])
+        data, start = outs[0].view(self._arguments.dtype), sum(self._sizes[:part])
         if len(self._sizes) == 1:
             self.tensors.setdefault("rowwise", data)  # FSDP2 gathers both into the same memory
         self._allocate({"columnwise"})
         target = self.tensors["columnwise_scale_inv"]
         writes = [(self.tensors["columnwise"][:, start : start + data.shape[0]], data.t())]
         if self._kind.tiled:
-            first = start // self._asked.block[1]
+            first = start // self._arguments.block[1]
             writes.append((target[:, first : first + outs[1].shape[0]], outs[1].t()))
         else:
             assert scales is not None
@@ -160,15 +160,15 @@ class Memory:
 
 
 def quantizes_rows(
-    asked: QuantizeArguments[Any], dtypes: Sequence[torch.dtype], wanted: Sequence[str]
+    arguments: QuantizeArguments[Any], dtypes: Sequence[torch.dtype], wanted: Sequence[str]
 ) -> fx.GraphModule:
-    """A function that quantizes some rows of a weight as ``asked`` for all of it.
+    """A function that quantizes some rows of a weight by ``arguments``, which are those of all of it.
 
-    Its arguments: the rows, which are cast to ``dtypes`` one after the other; the scales that are those of other rows,
+    It takes the rows, which are cast to ``dtypes`` one after the other; the scales that are those of other rows,
     too, if the weight has such: [1, 2], or [1, 2, columns, 1] of columns; and for each of the outputs ``wanted``, by
     name, the tensor that it is written to. Those of columns are written as rows: [rows, columns].
     """
-    graph, kind = fx.Graph(), SCALINGS[asked.scaling]
+    graph, kind = fx.Graph(), SCALINGS[arguments.scaling]
     x = graph.placeholder("rows")
     scaled = [layout for layout in LAYOUTS if layout in wanted and scales_are_given(kind, layout)]
     scales = graph.placeholder("scales") if scaled else None
@@ -178,8 +178,8 @@ def quantizes_rows(
     outputs: dict[str, fx.Node] = {}
     for layout, multiples in (("rowwise", ([1, 1], [])), ("columnwise", ([], [1, 1]))):
         if layout in wanted:
-            args = (x, asked.dtype, asked.power_2_scale, asked.amax_epsilon, *multiples)
-            kwargs: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block)}
+            args = (x, arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon, *multiples)
+            kwargs: dict[str, Any] = {"scaling": arguments.scaling, "block": list(arguments.block)}
             kwargs["scales"] = scales if layout in scaled else None
             made = graph.call_function(ops.quantize, args, kwargs)
             names = QuantizeNode(made).names

@@ -58,7 +58,7 @@ class SentWeights(Store):
         self._kept_scales: list[KeptScales] = []  # the stores of weights' scales that outlive a step
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
-        self._asked: list[tuple[WeightGraph, list[weakref.ref[Any]]]] = []
+        self._to_send: list[tuple[WeightGraph, list[weakref.ref[Any]]]] = []
         self._memory = Memory()
         self._listens = False
 
@@ -86,11 +86,11 @@ class SentWeights(Store):
         self._attached = [reference for reference, _ in alive]
         return [weight for _, weight in alive]
 
-    def slot(self, asked: Sequence[GatheredWeight | ReadWhole | ToGather], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[GatheredWeight | ReadWhole | ToGather], caller: Caller) -> Slot:
         """The copies that a graph takes of what was gathered."""
         arrived, copies, read = caller.arrived, list[Tensor](), set[int]()
         apart: list[SentWeight] = []
-        for weight in asked:
+        for weight in extra_inputs:
             if isinstance(weight, ReadWhole):
                 read.update(weight.parameters)
             elif isinstance(weight, GatheredWeight):
@@ -102,7 +102,7 @@ class SentWeights(Store):
         if read:
             self.restore(arrived[index] for index in read)
             raise GatheredInHighPrecision(frozenset(read))
-        self.ask([each for each in asked if isinstance(each, ToGather)], caller.args)
+        self.ask([each for each in extra_inputs if isinstance(each, ToGather)], caller.args)
         if apart:
             return RowsOfForward(tensors=copies, weights=[weakref.ref(weight) for weight in apart])
         return Slot(tensors=copies)
@@ -112,11 +112,11 @@ class SentWeights(Store):
         found = fsdp.gathered() if weights else {}
         for weight in weights:
             sharded = [found.get(id(args[index])) for index in weight.parameters]
-            asked = {id(reference()) for _, references in self._asked for reference in references}
-            if None not in sharded and not any(id(x) in asked for x in sharded):
-                self._asked.append((weight, [weakref.ref(x) for x in sharded]))
+            ids = {id(reference()) for _, references in self._to_send for reference in references}
+            if None not in sharded and not any(id(x) in ids for x in sharded):
+                self._to_send.append((weight, [weakref.ref(x) for x in sharded]))
                 self._listen()
-                scales = self._services.kept_scales(weight.asked)
+                scales = self._services.kept_scales(weight.extra_inputs)
                 if scales is not None and scales not in self._kept_scales:
                     self._kept_scales.append(scales)
                     scales.before_commit.append(functools.partial(self._stage, scales))
@@ -163,13 +163,13 @@ class SentWeights(Store):
                 weight.detach()
                 self._epoch.advance()
         new = False
-        for asked in list(self._asked):
-            weight, references = asked
+        for entry in list(self._to_send):
+            weight, references = entry
             sharded = [x for reference in references if (x := reference()) is not None]
             if len(sharded) < len(references) or any(fsdp.owner_of(x) is not None for x in sharded):
-                self._asked.remove(asked)
+                self._to_send.remove(entry)
             elif free(sharded):
-                self._asked.remove(asked)
+                self._to_send.remove(entry)
                 sent = SentWeight(
                     weight,
                     sharded,
@@ -250,9 +250,9 @@ class SentWeight:
         self._all = weakref.ref(all_sent)
         self._take(weight)
         self._backward_reads_rows = _backward_may_read_rows(weight)
-        self._kept, self._scales_kept = weight.asked, services.kept_scales(weight.asked)
+        self._kept, self._scales_kept = weight.extra_inputs, services.kept_scales(weight.extra_inputs)
         placeholders = weight.quantizing.find_nodes(op="placeholder")
-        sources = [source_of_part(part) for part in self._asked.parts]
+        sources = [source_of_part(part) for part in self._arguments.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
         self._groups = [fsdp.group_of(sharded) for sharded, _ in self._parts]
         self._quantize: dict[int, Callable[..., Any]] = {}  # by part
@@ -267,9 +267,9 @@ class SentWeight:
 
     def _take(self, weight: WeightGraph) -> None:
         quantized = _quantize_node(weight)
-        self.weight, self._asked, self._kind = weight, quantized.asked, quantized.kind
+        self.weight, self._arguments, self._kind = weight, quantized.arguments, quantized.kind
         self.differ = quantized.columnwise_differs  # forward gathers its layout, and backward the other
-        self._scales_are_given = any(scales_are_given(self._kind, layout) for layout in self._asked.layouts)
+        self._scales_are_given = any(scales_are_given(self._kind, layout) for layout in self._arguments.layouts)
 
     @property
     def bytes(self) -> int:
@@ -313,7 +313,7 @@ class SentWeight:
     def copies(self, weight: WeightGraph, parameters: Sequence[Any]) -> list[Tensor] | None:
         """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
         gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
-        own, other = ((x.signature, [each.kind() for each in x.asked]) for x in (self.weight, weight))
+        own, other = ((x.signature, [each.kind() for each in x.extra_inputs]) for x in (self.weight, weight))
         if own != other:
             return None
         if len(gathered) != len(parameters) or any(a is not b for a, b in zip(gathered, parameters, strict=True)):
@@ -376,8 +376,8 @@ class SentWeight:
 
     def set_amax(self, amax: Tensor) -> None:
         """``amax``: of all rows on all ranks, as :meth:`amax`."""
-        asked = self._asked
-        scales = ops.scales(amax, asked.dtype, asked.power_2_scale, asked.amax_epsilon)
+        arguments = self._arguments
+        scales = ops.scales(amax, arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon)
         self._scales = scales.t().reshape(1, 2, -1, 1) if self.differ else scales
         self._scales_of = self._state()
 
@@ -401,7 +401,7 @@ class SentWeight:
             backward = autograd.in_backward() or kept
             self._receive(part, metadata, outs, backward=backward)
             if self.differ and kept:  # FSDP2 does not gather again for the other direction
-                for layout in self._asked.layouts:
+                for layout in self._arguments.layouts:
                     self.fetch(layout, [part])
             if part in self._to_record:
                 self._to_record[part] |= backward or torch.is_grad_enabled()
@@ -474,10 +474,10 @@ class SentWeight:
             made = self._rows[part]
             if not made:
                 for layout in LAYOUTS if self.differ else ["rowwise"]:
-                    made[layout] = torch.empty(rows.shape, dtype=self._asked.dtype, device=rows.device)
+                    made[layout] = torch.empty(rows.shape, dtype=self._arguments.dtype, device=rows.device)
                     if not scales_are_given(self._kind, layout):
                         count, contracted = rows.shape if layout == "rowwise" else rows.shape[::-1]
-                        grid = self._kind.scale_shape(count, contracted, self._asked.block) or []
+                        grid = self._kind.scale_shape(count, contracted, self._arguments.block) or []
                         grid = grid if layout == "rowwise" else grid[::-1]
                         scales = torch.empty(grid, dtype=self._kind.scale_dtype, device=rows.device)
                         made[f"{layout}_scale_inv"] = scales
@@ -486,7 +486,7 @@ class SentWeight:
             with autograd.without_autocast():
                 if part not in self._quantize:
                     dtypes = (sharded.param_dtype or sharded.orig_dtype, *casts)
-                    self._quantize[part] = self._compile(quantizes_rows(self._asked, dtypes, list(buffers)), inputs)
+                    self._quantize[part] = self._compile(quantizes_rows(self._arguments, dtypes, list(buffers)), inputs)
                 self._quantize[part](*inputs)
             self._made_of[part] = state
             if self._amaxes:

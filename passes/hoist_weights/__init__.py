@@ -90,9 +90,9 @@ def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
 
     It is not called for weights that could be kept.
     """
-    asked = QuantizeNode(quantized).asked
+    arguments = QuantizeNode(quantized).arguments
     inputs = dict(graph_inputs(quantized.graph))
-    pending, seen, reasons, is_weight = [asked.x, *(asked.more or ())], set[fx.Node](), list[str](), False
+    pending, seen, reasons, is_weight = [arguments.x, *(arguments.more or ())], set[fx.Node](), list[str](), False
     while pending:
         node = pending.pop()
         if node in seen:
@@ -110,7 +110,7 @@ def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 reasons.append("it is computed with random numbers, which change with each call")
             pending.extend(node.all_input_nodes)
-    if any(static_size(size) is None for size in value(asked.x).shape):
+    if any(static_size(size) is None for size in value(arguments.x).shape):
         reasons.insert(0, "its size is dynamic: compile with dynamic=False, or mark that size static")
     return next(filter(None, reasons), "") if is_weight else ""
 

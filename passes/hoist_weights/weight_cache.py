@@ -104,12 +104,12 @@ class WeightCache(Store):
     def of(cls, services: Services) -> WeightCache:
         return cls(services)
 
-    def forget(self, asked: Sequence[CachedWeight]) -> None:
+    def forget(self, extra_inputs: Sequence[CachedWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph takes them. Made again, they are the same."""
-        _, pages = self._graphs.pop(id(asked), (asked, []))
+        _, pages = self._graphs.pop(id(extra_inputs), (extra_inputs, []))
         if (store := self._services.kept_scales(pages)) is not None:
             store.forget(pages)
-        requests = {*map(id, asked)}
+        requests = {*map(id, extra_inputs)}
         for key, weight in self._weights.items():
             weight.copies = {each: copy for each, copy in weight.copies.items() if each not in requests}
             if not weight.copies and not weight.recorded:
@@ -130,9 +130,9 @@ class WeightCache(Store):
         """The memory of all copies."""
         return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
 
-    def slot(self, asked: Sequence[CachedWeight], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[CachedWeight], caller: Caller) -> Slot:
         """The copies that a graph takes, up to date."""
-        return Slot(tensors=self.tensors(asked, caller.args), fresh=self.unchanged(asked, caller.args))
+        return Slot(tensors=self.tensors(extra_inputs, caller.args), fresh=self.unchanged(extra_inputs, caller.args))
 
     def tensors(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> list[Tensor]:
         """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
@@ -141,7 +141,9 @@ class WeightCache(Store):
             weights: the weights whose copies the graph takes.
             args: its other inputs, the parameters among them.
         """
-        _, pages = self._graphs.setdefault(id(weights), (weights, [each for one in weights for each in one.asked]))
+        _, pages = self._graphs.setdefault(
+            id(weights), (weights, [each for one in weights for each in one.extra_inputs])
+        )
         steps, counters = self.steps.all if self._trains else None, self._counters()[: 1 if self._trains else None]
         tensors: list[Tensor] = []
         stale: dict[_Copy, tuple[CachedWeight, _Weight]] = {}
@@ -230,7 +232,8 @@ class WeightCache(Store):
 
     def _weight(self, request: CachedWeight, args: Sequence[Any]) -> _Weight:
         """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
-        owners, way = [args[index] for index in request.parameters], (request.signature, *map(_kind, request.asked))
+        owners = [args[index] for index in request.parameters]
+        way = (request.signature, *map(_kind, request.extra_inputs))
         key = way, *map(id, map(life, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
@@ -263,7 +266,7 @@ class WeightCache(Store):
         saved: list[tuple[Tensor, Tensor]] = []
         for request, weight, copy in stale:
             if request.records and not weight.recorded:
-                pages = [given[each] for each in request.asked]
+                pages = [given[each] for each in request.extra_inputs]
                 last[*map(storage_of, pages), *(id(args[index]) for index in request.parameters)] = copy
                 weight.before = weight.before or [torch.empty_like(page) for page in pages]
                 saved += zip(weight.before, pages, strict=True)
@@ -293,7 +296,7 @@ class WeightCache(Store):
         buffers: list[Tensor] = []
         for request, weight, copy in batch:
             inputs += [local(args[index]) for index in request.parameters]
-            inputs += weight.before if weight.recorded else [given[each] for each in request.asked]
+            inputs += weight.before if weight.recorded else [given[each] for each in request.extra_inputs]
             buffers += copy.tensors.values()
         function = self._functions.get((key, len(batch)))
         if function is None:

@@ -37,8 +37,8 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this variant of the graph is for observed steps."""
-    asked = compilation.facts.decisions.condition(Observed)
-    return asked is not None and not asked.candidates and not compilation.facts.subgraph
+    condition = compilation.facts.decisions.condition(Observed)
+    return condition is not None and not condition.candidates and not compilation.facts.subgraph
 
 
 def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
@@ -47,9 +47,9 @@ def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFa
 
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.facts.decisions.condition(Observed)
-    assert asked is not None
-    measuring = Measuring(graph, asked)
+    condition = compilation.facts.decisions.condition(Observed)
+    assert condition is not None
+    measuring = Measuring(graph, condition)
     results = _results(graph, compilation)
     for node in list(nodes(graph, (ops.quantize,))):
         _quantized(node, measuring, compilation)
@@ -87,17 +87,17 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
     if not names:
         return
     quantized = QuantizeNode(node)
-    asked, operand = quantized.asked, node.meta[OPERAND_KEY]
-    joined: dict[str, Any] = {"more": list(asked.more), "dim": asked.dim} if asked.more is not None else {}
-    own = {**joined, "more": [*map(before_scaling, asked.more)]} if asked.more is not None else {}
-    measuring.tensor(before_scaling(asked.x), names, operand, like=node, **own)
-    if asked.offs is not None or asked.per_matrix:
+    arguments, operand = quantized.arguments, node.meta[OPERAND_KEY]
+    joined: dict[str, Any] = {"more": list(arguments.more), "dim": arguments.dim} if arguments.more is not None else {}
+    own = {**joined, "more": [*map(before_scaling, arguments.more)]} if arguments.more is not None else {}
+    measuring.tensor(before_scaling(arguments.x), names, operand, like=node, **own)
+    if arguments.offs is not None or arguments.per_matrix:
         return
-    recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(asked.x)
-    settings = {**measuring_kwargs(asked), **joined}
-    for layout in asked.layouts:
-        measuring.copy(asked.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
-        measuring.what_if(before_scaling(asked.x), names, operand, layout, recipe, device, like=node, **own)
+    recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(arguments.x)
+    settings = {**measuring_kwargs(arguments), **joined}
+    for layout in arguments.layouts:
+        measuring.copy(arguments.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
+        measuring.what_if(before_scaling(arguments.x), names, operand, layout, recipe, device, like=node, **own)
 
 
 def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
@@ -120,8 +120,8 @@ def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
 
 def _names(positions: Iterable[int], compilation: Compilation) -> Names:
     sites = [compilation.sites[position] for position in dict.fromkeys(positions)]
-    asked = compilation.facts.decisions.condition(Observed)
-    return tuple((site.fqn, site.index) for site in sites if asked is not None and asked.takes(site.fqn))
+    condition = compilation.facts.decisions.condition(Observed)
+    return tuple((site.fqn, site.index) for site in sites if condition is not None and condition.takes(site.fqn))
 
 
 def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:

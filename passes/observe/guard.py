@@ -194,8 +194,8 @@ class Guard:
         self._told: set[tuple[str, str, str, str]] = set()
         self._changes: dict[tuple[str, str], dict[GemmName, Any]] = {}  # proposals so far, by fqn and op
         self._at = 0  # the step at which the ranks exchanged findings
-        asked = Observed(layers=self.layers.patterns, copies=True, block_size=0)
-        self._request = self.observation.measure(asked, self.settings.steps.are_due, self._when_over, keeps=False)
+        condition = Observed(layers=self.layers.patterns, copies=True, block_size=0)
+        self._request = self.observation.measure(condition, self.settings.steps.are_due, self._when_over, keeps=False)
 
     @property
     def policy(self) -> Policy:

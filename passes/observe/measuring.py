@@ -148,8 +148,8 @@ class StatisticsPage(ExtraInput):
 class Measuring:
     """The nodes that measure, each behind the last of its inputs, and what each of them measures."""
 
-    def __init__(self, graph: fx.Graph, asked: Observed) -> None:
-        self._graph, self.asked = graph, asked
+    def __init__(self, graph: fx.Graph, condition: Observed) -> None:
+        self._graph, self.condition = graph, condition
         self._order = {node: position for position, node in enumerate(graph.nodes)}
         self._seen: set[tuple[tuple[str, int], str]] = set()  # sites whose tensor is measured
         self.found: dict[fx.Node, ObservedTensor] = {}
@@ -159,7 +159,7 @@ class Measuring:
         new = tuple(name for name in names if (name, tensor) not in self._seen)
         self._seen.update((name, tensor) for name in new)
         what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
-        self._insert(tensor_statistics, (x, self.asked.block_size), joined, what, like)
+        self._insert(tensor_statistics, (x, self.condition.block_size), joined, what, like)
 
     def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
         """Whether :meth:`tensor` was called for it."""
@@ -179,7 +179,7 @@ class Measuring:
     ) -> None:
         """The copy of ``x`` that a quantize node makes. ``outputs``: those of them that are read."""
         data, scale_inv = outputs.get(layout), outputs.get("scale_inv") or outputs.get(f"{layout}_scale_inv")
-        if not self.asked.copies or data is None or scale_inv is None:
+        if not self.condition.copies or data is None or scale_inv is None:
             return
         if (global_scale_inv := outputs.get(f"{layout}_global_scale_inv")) is not None:
             settings["global_scale_inv"] = global_scale_inv
@@ -199,7 +199,7 @@ class Measuring:
         **joined: Any,
     ) -> None:
         """The copies of ``x`` that other recipes than ``recipe`` would make on ``device``."""
-        for other in self.asked.what_if:
+        for other in self.condition.what_if:
             if other.name != recipe:
                 quantizer = device.quantizer(other, operand)
                 args = (x, *quantizer_args(quantizer), layout == "columnwise")

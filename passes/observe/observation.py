@@ -58,7 +58,7 @@ class Request:
         keeps: what was measured stays, even if it was read.
     """
 
-    asked: Observed
+    condition: Observed
     is_due: Callable[[int], bool]
     since: int
     until: int | None = None
@@ -72,8 +72,8 @@ class Request:
 
     def takes(self, key: Measured) -> bool:
         """Whether this was measured for this reader."""
-        known = not key.what_if or key.recipe in {recipe.name for recipe in self.asked.what_if}
-        return known and self.wants(key.step) and self.asked.takes(key.fqn)
+        known = not key.what_if or key.recipe in {recipe.name for recipe in self.condition.what_if}
+        return known and self.wants(key.step) and self.condition.takes(key.fqn)
 
 
 def together(several: Sequence[Observed]) -> Observed | None:
@@ -98,7 +98,7 @@ class Observation(Store):
         self._schedule = schedule
         self._requests: list[Request] = []
         self._active: list[Request] = []
-        self._asked: Observed | None = None  # what the active requests ask for, together
+        self._condition: Observed | None = None  # what the active requests ask for, together
         self._at: int | None = None  # the step of the last call
         self._trains = False  # a graph with gradients was called: evaluations are not measured
         self._found: dict[int, dict[Measured, list[Parts]]] = {}  # by step
@@ -115,7 +115,7 @@ class Observation(Store):
 
     def measure(
         self,
-        asked: Observed,
+        condition: Observed,
         is_due: Callable[[int], bool],
         when_over: Callable[[int], None] | None = None,
         *,
@@ -124,10 +124,10 @@ class Observation(Store):
         """Measure on the steps that ``is_due`` names, too, from the next call on."""
         self._schedule.counts = True
         since = self._schedule.step_of_call()
-        request = Request(asked=asked, is_due=is_due, since=since, when_over=when_over, keeps=keeps)
+        request = Request(condition=condition, is_due=is_due, since=since, when_over=when_over, keeps=keeps)
         self._requests.append(request)
         self._active.append(request)
-        self._asked = together([each.asked for each in self._active])
+        self._condition = together([each.condition for each in self._active])
         return request
 
     def stop(self, request: Request) -> None:
@@ -135,12 +135,12 @@ class Observation(Store):
         if request in self._active:
             self._active.remove(request)
             request.until = self._schedule.step_of_call()
-            self._asked = together([each.asked for each in self._active])
+            self._condition = together([each.condition for each in self._active])
             if not request.keeps:
                 self._requests.remove(request)
 
     def condition(self, *, gradients: bool) -> Observed | None:
-        if self._asked is None:
+        if self._condition is None:
             return None
         now = self._schedule.step_of_call()
         if now != self._at:
@@ -153,12 +153,12 @@ class Observation(Store):
             self._forget(now)
         if self._trains and not gradients:
             return None
-        return self._asked if any(request.is_due(now) for request in self._active) else None
+        return self._condition if any(request.is_due(now) for request in self._active) else None
 
-    def slot(self, asked: Sequence[StatisticsPage], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[StatisticsPage], caller: Caller) -> Slot:
         """The tensors that observed calls fill, each its own."""
-        nothing = [torch.empty(0, device=page.device) for page in asked]
-        return _Filled(tensors=nothing, observation=self, pages=asked)
+        nothing = [torch.empty(0, device=page.device) for page in extra_inputs]
+        return _Filled(tensors=nothing, observation=self, pages=extra_inputs)
 
     def tensors(self, pages: Sequence[StatisticsPage]) -> list[Tensor]:
         """The tensors that one observed call fills."""

@@ -72,14 +72,14 @@ class Scores(Store):
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether recipes are tried out in this variant of the graph."""
-    asked = compilation.facts.decisions.condition(Observed)
-    return asked is not None and bool(asked.candidates)
+    condition = compilation.facts.decisions.condition(Observed)
+    return condition is not None and bool(condition.candidates)
 
 
 def score(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.facts.decisions.condition(Observed)
-    assert asked is not None
-    measuring = Measuring(graph, asked)
+    condition = compilation.facts.decisions.condition(Observed)
+    assert condition is not None
+    measuring = Measuring(graph, condition)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
     for site in compilation.sites:
         if (reason := _obstacle(site, compilation)) is not None:
@@ -127,7 +127,7 @@ def _measure(
 ) -> None:
     device = compilation.hardware_of(gemm.node)
     a, b = matmul_arguments(gemm.node)
-    for index, recipe in enumerate(measuring.asked.candidates):
+    for index, recipe in enumerate(measuring.condition.candidates):
         quantizers = [device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)]
         name = site.fqn, site.index
         measuring.error((a, b, reference), name, gemm.gemm, index, quantizers, group, like=_last(site))

@@ -207,7 +207,7 @@ class Observing(Store):
         steps, names = DueSteps.of("observe", arguments), _names(arguments["stats"])
         recipes, to_jsonl = _recipes(arguments["what_if"]), arguments["to_jsonl"]
         copies = bool({*QUANTIZED_STATISTICS} & {*names})
-        asked = Observed(
+        condition = Observed(
             layers=layers.patterns,
             copies=copies,
             block_size=32 if "max_blockwise_dynamic_range" in names else 0,
@@ -222,7 +222,7 @@ class Observing(Store):
             if file is not None:
                 file.write(self._observation, request, now)
 
-        request = self._observation.measure(asked, steps.are_due, when_over, keeps=file is None)
+        request = self._observation.measure(condition, steps.are_due, when_over, keeps=file is None)
         if file is not None:  # what is left is written when the backend is gone, or when Python exits
             weakref.finalize(backend, file.write, self._observation, request, None)
         self._epoch.advance()

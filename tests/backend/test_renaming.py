@@ -57,7 +57,7 @@ def test_everything_that_has_a_name_gets_the_new_one() -> None:
     assert {gemm.fqn for gemm in new.view.gemms} == {"7.gate", "7.up"}
     assert {refusal.fqn for refusal in new.view.refusals} == {"7.gate", "7.up"}
     weights = new.findings.of(CachedWeight)
-    beside = [each for weight in weights for each in weight.asked if isinstance(each, PageLayout)]
+    beside = [each for weight in weights for each in weight.extra_inputs if isinstance(each, PageLayout)]
     pages = [*new.findings.of(PageLayout), *beside]
     assert {row.fqn for page in pages for rows in page.rows for row in rows} == {"7.gate", "7.up"}
     assert new.findings.places == old.findings.places

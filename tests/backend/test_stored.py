@@ -36,7 +36,7 @@ def described(findings: Findings) -> list[Any]:
     weights = [
         (
             *(graph_text(graph) for graph in (weight.quantizing, weight.recording)),
-            *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.asked),
+            *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.extra_inputs),
         )
         for weight in findings.of(CachedWeight)
     ]

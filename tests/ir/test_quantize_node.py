@@ -27,7 +27,7 @@ def node_of(*more: Any, **settings: Any) -> QuantizeNode:
 
 def test_arguments_have_names_and_defaults() -> None:
     quantized = node_of([1, 16], [])
-    asked = quantized.asked
+    asked = quantized.arguments
     assert (asked.x, asked.dtype, asked.rowwise, asked.columnwise) == (quantized.node.args[0], FP8, [1, 16], [])
     assert (asked.scaling, asked.more) == ("tensor", None)
     assert quantized.kind.one_scale
@@ -67,7 +67,7 @@ def test_ask_changes_arguments() -> None:
     """A later read returns the node's new arguments; its value waits for ``update_value``."""
     quantized = node_of([1, 16], [])
     quantized.ask(rowwise=[], columnwise=[16, 16], keep_scales=True)
-    assert quantized.asked.columnwise == [16, 16]
+    assert quantized.arguments.columnwise == [16, 16]
     assert quantized.names == ["columnwise", "scale_inv", "scales"]
     assert len(quantized.node.meta["val"]) == 2
     update_value(quantized.node)
@@ -81,7 +81,7 @@ def test_nothing_can_be_asked_for_that_does_not_exist() -> None:
 
 
 def test_defaults_are_left_out_of_a_call() -> None:
-    args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], keep_scales=False).asked)
+    args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], keep_scales=False).arguments)
     assert len(args) == 6
     assert kwargs == {"scaling": "block", "block": [1, 128]}
-    assert call(dataclasses.replace(node_of([1, 16], []).asked, block=[]))[1] == {}  # as an op's schema gives it
+    assert call(dataclasses.replace(node_of([1, 16], []).arguments, block=[]))[1] == {}  # as an op's schema gives it

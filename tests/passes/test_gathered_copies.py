@@ -112,7 +112,7 @@ def test_two_layouts_of_shards_are_those_of_the_whole_weight(recipe: str) -> Non
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     resolved = resolve_recipe(recipe)
     assert resolved is not None
-    asked, quantizer = QuantizeNode(node).asked, resolved.quantizer("weight")
+    asked, quantizer = QuantizeNode(node).arguments, resolved.quantizer("weight")
     whole = torch.randn(128, 256, dtype=torch.bfloat16) * torch.logspace(-2, 2, 256).bfloat16()
     scales: list[Tensor] = []
     if recipe == "rowwise":  # of columns: from all ranks

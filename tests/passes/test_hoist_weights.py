@@ -264,7 +264,7 @@ def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[
 
 def test_delayed_scaling_has_a_page_for_a_weight_and_a_graph_that_records() -> None:
     (weight,) = weights_of(lambda w, a: a @ w.t(), (48, 32), DELAYED)
-    (page,) = weight.asked
+    (page,) = weight.extra_inputs
     assert isinstance(page, PageLayout)
     assert weight.records
     assert [[row.operand for row in rows] for rows in page.rows] == [["weight"]]

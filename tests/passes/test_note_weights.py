@@ -49,7 +49,7 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
         settings=IN_GRAPH,
     )
     (weight,) = noted(found)
-    assert [type(each) for each in weight.asked] == [PageLayout]
+    assert [type(each) for each in weight.extra_inputs] == [PageLayout]
     assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1028]\n")
 
 

@@ -44,8 +44,8 @@ def written(
 def test_an_input_is_quantized_rowwise() -> None:
     made, quantized, new = written("fprop a")
     assert new == ["quantize.default", "getitem", "getitem"]
-    assert (quantized.asked.rowwise, quantized.asked.columnwise) == (MULTIPLES, [])
-    assert quantized.asked.dtype == torch.float8_e4m3fn
+    assert (quantized.arguments.rowwise, quantized.arguments.columnwise) == (MULTIPLES, [])
+    assert quantized.arguments.dtype == torch.float8_e4m3fn
     assert quantized.node.meta[OPERAND_KEY] == "input"
     assert (made.data.name, made.scale_inv.name, made.global_scale_inv) == ("input_rowwise", "input_scale_inv", None)
     assert USES_KEY not in quantized.node.meta
@@ -53,13 +53,13 @@ def test_an_input_is_quantized_rowwise() -> None:
 
 def test_a_gradient_is_e5m2_in_the_default_recipe() -> None:
     _, quantized, _ = written("dgrad a")
-    assert quantized.asked.dtype == torch.float8_e5m2
+    assert quantized.arguments.dtype == torch.float8_e5m2
     assert quantized.node.meta[OPERAND_KEY] == "grad_output"
 
 
 def test_a_columnwise_operand() -> None:
     made, quantized, _ = written("wgrad b")
-    assert (quantized.asked.rowwise, quantized.asked.columnwise) == ([], MULTIPLES)
+    assert (quantized.arguments.rowwise, quantized.arguments.columnwise) == ([], MULTIPLES)
     assert made.data.name == "input_columnwise"
     assert value(made.data).shape == (32, 16)
 
@@ -69,7 +69,7 @@ def test_a_weight_that_is_stored_transposed_is_turned(flipped: bool, targets: li
     body = (lambda w, x: x @ w) if flipped else (lambda w, x: x @ w.t())
     _, quantized, new = written("fprop b", module=Weight(body, *((32, 48) if flipped else (48, 32))))
     assert new[: len(targets) + 1] == [*targets, "quantize.default"]
-    assert value(quantized.asked.x).shape == (48, 32)
+    assert value(quantized.arguments.x).shape == (48, 32)
 
 
 @pytest.mark.parametrize("squeeze", [True, False])
@@ -115,4 +115,4 @@ def test_a_tensor_that_was_rewritten_is_its_fp8_form() -> None:
     recipe = Float8CurrentScaling()
     quantizer, site = recipe.quantizer("input"), compilation.sites[1]
     made = quantize_operand(second.a, {first.node: other}, recipe, quantizer, site, emit, False, MULTIPLES)
-    assert QuantizeNode(made.data.all_input_nodes[0]).asked.x is other
+    assert QuantizeNode(made.data.all_input_nodes[0]).arguments.x is other

@@ -102,8 +102,8 @@ def test_recomputation_quantizes_each_tensor_once(recipe: str, way: str) -> None
     casts, amaxes = Counter[tuple[str, str]](), Counter[str]()
     for direction, module in graphs.items():
         for node in module.graph.find_nodes(op="call_function", target=ops.quantize):
-            tensor = str(QuantizeNode(node).asked.x)
-            casts[direction, tensor] += bool(QuantizeNode(node).asked.layouts)
+            tensor = str(QuantizeNode(node).arguments.x)
+            casts[direction, tensor] += bool(QuantizeNode(node).arguments.layouts)
             amaxes[tensor] += checkpointing.reads_for_scale(node)
     assert len([tensor for direction, tensor in casts if direction == "forward"]) >= 8
     assert max(casts.values()) == 1

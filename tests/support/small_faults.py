@@ -200,8 +200,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "both layouts draw the same random numbers",
         f"{_NUMERICS}/quantization.py",
-        "draw=2 * asked.draw + transposed",
-        "draw=2 * asked.draw",
+        "draw=2 * arguments.draw + transposed",
+        "draw=2 * arguments.draw",
         ("tests/numerics/test_nvfp4.py",),
     ),
     Fault(
@@ -721,7 +721,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a weight is recorded by the function of another recipe",
         "passes/hoist_weights/weight_cache.py",
-        "(request.signature, *map(_kind, request.asked))",
+        "(request.signature, *map(_kind, request.extra_inputs))",
         "(request.signature,)",
         ("tests/passes/test_weight_cache.py",),
     ),
@@ -1693,8 +1693,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "tokens of several tiles are routed",
         "passes/route_in_fp8.py",
-        "if (asked.block or (1,))[0] > 1:",
-        "if (asked.block or (1,))[0] > 128:",
+        "if (arguments.block or (1,))[0] > 1:",
+        "if (arguments.block or (1,))[0] > 128:",
         ("tests/passes/test_route_in_fp8.py",),
     ),
     Fault(
@@ -1707,8 +1707,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "delayed scales of E4M3 and E5M2 share a page",
         "passes/connect_scales/__init__.py",
-        "key = (recipe, FP8_MAX[asked.dtype], is_backward(node), value(asked.x).device)",
-        "key = (recipe, max(FP8_MAX.values()), is_backward(node), value(asked.x).device)",
+        "key = (recipe, FP8_MAX[arguments.dtype], is_backward(node), value(arguments.x).device)",
+        "key = (recipe, max(FP8_MAX.values()), is_backward(node), value(arguments.x).device)",
         ("tests/passes/test_connect_scales.py",),
     ),
     Fault(
@@ -1855,8 +1855,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "wgrad's copies are those of the tokens, not of the rowwise numbers",
         f"{_NUMERICS}/quantization.py",
-        "if transposed and asked.columnwise_from_rowwise:",
-        "if transposed and asked.columnwise_from_rowwise and not asked.rowwise:",
+        "if transposed and arguments.columnwise_from_rowwise:",
+        "if transposed and arguments.columnwise_from_rowwise and not arguments.rowwise:",
         ("tests/numerics/test_tiles.py",),
     ),
     Fault(

@@ -103,7 +103,7 @@ class QuantizeArguments(Generic[T]):
         return self.rowwise_order if layout == "rowwise" else self.columnwise_order
 
 
-Asked: TypeAlias = QuantizeArguments[Tensor]
+Arguments: TypeAlias = QuantizeArguments[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class LayoutRequest:
     parts: Sequence[Tensor]
     axis: int
     multiples: Sequence[int]
-    asked: Asked
+    arguments: Arguments
     shared: Shared
     order: str = ""
 
@@ -207,11 +207,11 @@ class Scaling(ABC):
 
     # The arithmetic.
 
-    def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
+    def shared(self, parts: Sequence[Tensor], arguments: Arguments) -> Shared:
         """The scales of both layouts of the tensor that ``parts`` form when they are joined."""
         return Shared()
 
-    def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
+    def shared_of_groups(self, group: Tensor, groups: int, arguments: Arguments) -> Shared:
         """The same for a tensor [t, c] whose row i is in ``group[i]``; rows of group ``groups`` are in none."""
         return Shared()
 
@@ -224,11 +224,11 @@ class Scaling(ABC):
         (rows,) = request.parts
         return self.layout(replace(request, parts=[rows.t()]) if groups.transposed else request)
 
-    def layout_scales(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
+    def layout_scales(self, shared: Sequence[Shared], arguments: Arguments) -> list[Tensor]:
         """The scales of whole layouts, after their other scales; ``shared``: one for each layout."""
         return []
 
-    def shared_outputs(self, shared: Shared, asked: Asked) -> list[Tensor]:
+    def shared_outputs(self, shared: Shared, arguments: Arguments) -> list[Tensor]:
         """The results after those of the layouts."""
         return []
 
@@ -270,19 +270,19 @@ class Scaling(ABC):
         raise NotImplementedError(f"no grouped GEMM takes the scales of {self.name!r}")
 
 
-def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple[Tensor, Tensor]:
+def fp8_scales(amax: Tensor, arguments: Arguments, *, largest: float = FLT_MAX) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`.
 
     Given scales (``QuantizeArguments.scales``) replace them: the same for every amax.
     """
-    if asked.scales is not None:
-        scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (SCALE, SCALE_INV))
+    if arguments.scales is not None:
+        scale, scale_inv = (arguments.scales[arguments.row, i].expand(amax.shape) for i in (SCALE, SCALE_INV))
         return scale, scale_inv.clone()
     scale = scale_from_amax(
         amax,
-        FP8_MAX[asked.dtype],
-        power_2_scale=asked.power_2_scale,
-        amax_epsilon=asked.amax_epsilon,
+        FP8_MAX[arguments.dtype],
+        power_2_scale=arguments.power_2_scale,
+        amax_epsilon=arguments.amax_epsilon,
         largest=largest,
     )
     scale = materialize(scale)  # else every thread that casts with it would divide

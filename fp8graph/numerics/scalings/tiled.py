@@ -18,7 +18,7 @@ from fp8graph.numerics.formats import (
     widened_columns,
 )
 from fp8graph.numerics.hints import divide, materialize
-from fp8graph.numerics.scalings.base import Asked, LayoutRequest, Scaling, fp8_scales
+from fp8graph.numerics.scalings.base import Arguments, LayoutRequest, Scaling, fp8_scales
 from fp8graph.numerics.tiles import join, ordered, pad_to_multiple, padding_needed, tiles_of, untile, with_padding
 from fp8graph.recipes import FP8_MAX
 
@@ -39,7 +39,7 @@ class Tiled(Scaling):
         return 1
 
     def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
-        block, multiples = request.asked.block, request.multiples
+        block, multiples = request.arguments.block, request.multiples
         per_multiple = self.tiles_per_multiple(multiples[1], block)
         parts = [pad_to_multiple(part, multiples[0], multiples[1] // per_multiple) for part in request.parts]
         exact = [widened_columns(x, -1) for x in parts]
@@ -66,8 +66,8 @@ class Tiled(Scaling):
         ``padding``: the number of tiles missing along the contraction dim to a multiple of ``per_multiple``.
         """
         *batch, rows, columns = request.parts[0].shape
-        block, axis = request.asked.block, request.axis
-        data = [saturating_cast(x, request.asked.dtype) for x in scaled]
+        block, axis = request.arguments.block, request.axis
+        data = [saturating_cast(x, request.arguments.dtype) for x in scaled]
         if padding_needed(rows, block[0]) is not None or padding_needed(columns, block[1]) is not None:
             joined = join([materialize(untile(x)[..., :rows, :columns].contiguous()) for x in data], axis)
             return joined if padding is None else with_padding(joined, (1, per_multiple * block[1]))
@@ -102,7 +102,7 @@ class Block(Tiled):
     reads, launches, rate = (0, 1), (1.0, 1.75), 0.8
 
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
-        return fp8_scales(amax, request.asked, largest=torch.finfo(request.asked.x.dtype).max)
+        return fp8_scales(amax, request.arguments, largest=torch.finfo(request.arguments.x.dtype).max)
 
     def tiles_per_multiple(self, multiple: int, block: Sequence[int]) -> int:
         return multiple // block[1] if multiple % block[1] == 0 else 1
@@ -115,11 +115,11 @@ class _E8M0(Tiled):
     takes_scale = False  # FP32
 
     @abstractmethod
-    def exponents(self, amax: Tensor, asked: Asked) -> Tensor:
+    def exponents(self, amax: Tensor, arguments: Arguments) -> Tensor:
         """int32: the biased exponents of ``scale_inv``; 255 is NaN."""
 
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
-        exponent = self.exponents(amax, request.asked)
+        exponent = self.exponents(amax, request.arguments)
         scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
         return scale, exponent.to(torch.uint8)
 
@@ -139,9 +139,9 @@ class BlockE8M0(_E8M0, Block):
 
     name = "block_e8m0"  # ``gemm`` is that of FP32 scales
 
-    def exponents(self, amax: Tensor, asked: Asked) -> Tensor:
-        amax = amax.clamp_min(asked.amax_epsilon)  # NaN passes through
-        return biased_exponent(divide(amax, torch.full_like(amax, FP8_MAX[asked.dtype])), 1.0)  # one IEEE division
+    def exponents(self, amax: Tensor, arguments: Arguments) -> Tensor:
+        amax = amax.clamp_min(arguments.amax_epsilon)  # NaN passes through
+        return biased_exponent(divide(amax, torch.full_like(amax, FP8_MAX[arguments.dtype])), 1.0)  # one IEEE division
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
         return self.scale_values(scale_inv)
@@ -157,5 +157,5 @@ class MXFP8(_E8M0):
     # Megatron-Bridge's performance summary, whose two runs are sharded differently); this is the part due to GEMMs
     rate = 0.9
 
-    def exponents(self, amax: Tensor, asked: Asked) -> Tensor:
-        return biased_exponent(amax, FP8_MAX[asked.dtype])
+    def exponents(self, amax: Tensor, arguments: Arguments) -> Tensor:
+        return biased_exponent(amax, FP8_MAX[arguments.dtype])
