@@ -120,11 +120,11 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
                 moved[site.fqn, site.index, "wgrad"] = _moves(wgrad, parameter, compilation)
         if reason is not None:
             compilation.refuse("FP32 gradient", site, reason)
-    taken = compilation.take(graph, [gradient for _, gradient in gradients.values()])
-    if not gradients or taken is None:
+    buffers = compilation.take(graph, [gradient for _, gradient in gradients.values()])
+    if not gradients or buffers is None:
         return
     compilation.amend(moved, dtype="fp32")
-    for buffer, (wgrad, (place, _)) in zip(taken, gradients.items(), strict=True):
+    for buffer, (wgrad, (place, _)) in zip(buffers, gradients.items(), strict=True):
         set_argument(wgrad, "out_dtype", torch.float32)
         set_argument(wgrad, "addend", buffer)
         update_value(wgrad)

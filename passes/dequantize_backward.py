@@ -93,14 +93,14 @@ def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[OperandName, Read]]:
     """The operands of each fprop in FP8, by the position of its site."""
-    found: dict[int, dict[OperandName, Read]] = {}
+    by_site: dict[int, dict[OperandName, Read]] = {}
     for node in nodes(graph, (ops.scaled_mm, aten.mm.default, aten.bmm.default)):
         position, name = node.meta.get(GEMM_KEY, (0, ""))
         if name == "fprop":
             fprop = sites[position].gemms[0]
             a, b = _of_scaled_mm(node) if node.target is ops.scaled_mm else _of_emulated(node)
-            found[position] = {fprop.a.operand: a, fprop.b.operand: b}
-    return found
+            by_site[position] = {fprop.a.operand: a, fprop.b.operand: b}
+    return by_site
 
 
 def _of_scaled_mm(node: fx.Node) -> list[Read]:

@@ -98,20 +98,20 @@ def _as_read(
 
     ``scaled``: with its scales, else with scales of 1.
     """
-    found: dict[str, fx.Node | None] = {}
+    tensors: dict[str, fx.Node | None] = {}
     for name, val in weight.values.items():
         if name.endswith("global_scale_inv"):
-            found[name] = given["global_scale_inv"]
+            tensors[name] = given["global_scale_inv"]
         elif name == view.layout:
-            found[name] = _laid_out(weight.node, given["data"], val.shape, turned=view.turned)
+            tensors[name] = _laid_out(weight.node, given["data"], val.shape, turned=view.turned)
         elif val.ndim < 2:
-            found[name] = given["scale_inv"]
+            tensors[name] = given["scale_inv"]
         elif scaled:
-            found[name] = _laid_out(weight.node, given["scale_inv"], val.shape, turned=view.turned)
+            tensors[name] = _laid_out(weight.node, given["scale_inv"], val.shape, turned=view.turned)
         else:
             ones = {"dtype": val.dtype, "device": val.device}
-            found[name] = _insert(weight.node, aten.full.default, [*val.shape], 1.0, **ones)
-    return found
+            tensors[name] = _insert(weight.node, aten.full.default, [*val.shape], 1.0, **ones)
+    return tensors
 
 
 def _laid_out(like: fx.Node, x: fx.Node, shape: Sequence[int], *, turned: bool) -> fx.Node:
@@ -121,10 +121,10 @@ def _laid_out(like: fx.Node, x: fx.Node, shape: Sequence[int], *, turned: bool) 
     return x if _fits(x, shape) else _transposed(like, _transposed(like, x, shape[::-1]), shape)
 
 
-def _replace(weight: QuantizeNode, found: dict[str, fx.Node | None]) -> None:
-    """Give the readers of the outputs of ``weight`` the tensors ``found`` in their place."""
+def _replace(weight: QuantizeNode, tensors: dict[str, fx.Node | None]) -> None:
+    """Give the readers of each output of ``weight`` the one of ``tensors`` with its name."""
     for name, user in weight.outputs.items():
-        user.replace_all_uses_with(cast(fx.Node, found[name]))
+        user.replace_all_uses_with(cast(fx.Node, tensors[name]))
         weight.node.graph.erase_node(user)
     weight.node.graph.erase_node(weight.node)
 

@@ -54,13 +54,13 @@ def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
-    found: dict[Any, list[Linear]] = {}
+    groups: dict[Any, list[Linear]] = {}
     siblings: dict[Any, list[Linear]] = {}
     for linear in linears_of(graph, compilation):
         siblings.setdefault((sibling_key(linear.site)[0], linear.x), []).append(linear)
         if not linear.refusal:
-            found.setdefault(tuple(fusion_key(linear).values()), []).append(linear)
-    joined = [linears for linears in found.values() if len(linears) > 1 and are_summed(_dgrads(linears))]
+            groups.setdefault(tuple(fusion_key(linear).values()), []).append(linear)
+    joined = [linears for linears in groups.values() if len(linears) > 1 and are_summed(_dgrads(linears))]
     for linears in siblings.values():
         for linear in linears:
             if len(linears) > 1 and not any(linear in several for several in joined):

@@ -43,8 +43,8 @@ def lower_for_torch_alone(graph: fx.Graph) -> None:
 
 def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:
     traces: dict[Any, fx.Graph] = {}
-    known = set(graph.nodes)
-    for node in known:
+    originals = set(graph.nodes)
+    for node in originals:
         node.meta[NAMES_KEY] = (node.name,)  # Inductor makes more nodes later: they have none
     for node in list(nodes(graph, references)):
         if ops.stays(node):
@@ -56,7 +56,7 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
             traces[key] = _trace(node, references[node.target])
         _inline(graph, node, traces[key])
     erase_unused(graph)
-    _share_integers(graph, known)
+    _share_integers(graph, originals)
 
 
 def _read_own_row(graph: fx.Graph, node: fx.Node) -> None:
@@ -68,21 +68,21 @@ def _read_own_row(graph: fx.Graph, node: fx.Node) -> None:
         QuantizeNode(node).ask(scales=row, row=0)
 
 
-def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:
-    """Merge equal nodes, except ``known`` ones, that compute a few integers from integers: where groups begin and end.
+def _share_integers(graph: fx.Graph, originals: Set[fx.Node]) -> None:
+    """Merge equal nodes, except ``originals``, that compute a few integers from integers: where groups begin and end.
 
     Many are computed again by each kernel that uses them, such as the counters of random bits: it would have to read
     them otherwise. Two draws of random numbers are not equal.
     """
-    found: dict[Any, fx.Node] = {}
+    by_key: dict[Any, fx.Node] = {}
     results = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
-        if node in known or node in results or not all(map(_holds_few_integers, (node, *node.all_input_nodes))):
+        if node in originals or node in results or not all(map(_holds_few_integers, (node, *node.all_input_nodes))):
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         key = node.target, *map(_merged, (node.args, tuple(sorted(node.kwargs.items()))))
-        if (first := found.setdefault(key, node)) is not node:
+        if (first := by_key.setdefault(key, node)) is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 

@@ -111,12 +111,12 @@ def _forward_site(
             )
         )
     is_gradient = bool(takes_gradient(node))  # a dgrad multiplies by a parameter too: by dy, which is no input
-    known = (a in from_parameter or b in from_parameter) and not is_gradient
-    linear = known or written_as_linear(node)
+    has_weight = (a in from_parameter or b in from_parameter) and not is_gradient
+    linear = has_weight or written_as_linear(node)
     weight = a if a_is_weight else b
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     return Site(
-        place=place_of(node, weight if known else None, parameters),
+        place=place_of(node, weight if has_weight else None, parameters),
         op="grouped_mm" if node.target in GROUPED and not is_gradient else "linear" if linear else "matmul",
         why_no_linear="" if linear else _why_no_linear(node, in_body),
         region=custom.get(REGION_KEY) if custom else None,
@@ -156,28 +156,28 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
     a, b = matmul_arguments(node)
     fprop = site.gemms[0]
     arguments = [look_through_transposes(a), look_through_transposes(b)]
-    taken = {gemm.gemm for gemm in site.gemms}
+    gemm_names = {gemm.gemm for gemm in site.gemms}
     # y = left @ right.T with left, right rowwise: dleft = dy @ right, dright = dy.T @ left
-    for known, other_is_input in ((fprop.b, fprop.a.operand), (fprop.a, fprop.b.operand)):
+    for view, other_is_input in ((fprop.b, fprop.a.operand), (fprop.a, fprop.b.operand)):
         gemm = "dgrad" if other_is_input == "input" else "wgrad"
-        if gemm in taken:
+        if gemm in gemm_names:
             continue
         for position in (1, 0):
             tensor, transposed = arguments[position]
-            if value_key(tensor) != value_key(known.tensor):
+            if value_key(tensor) != value_key(view.tensor):
                 continue
             # dy @ b.T or b @ dy.T, a.T @ dy or dy.T @ a; of x @ x only this tells one from the other
-            written_transposed = known.flipped if known is fprop.a else not known.flipped
-            if (transposed != written_transposed) != ((known is fprop.b) == (position == 1)):
+            written_transposed = view.flipped if view is fprop.a else not view.flipped
+            if (transposed != written_transposed) != ((view is fprop.b) == (position == 1)):
                 continue
             grad, grad_transposed = arguments[1 - position]
             # Is the other argument dy of `y` as the forward node wrote it, or its transpose?
-            argument_is_dy_transposed = (known is fprop.b) == (position == 0)
+            argument_is_dy_transposed = (view is fprop.b) == (position == 0)
             # rowwise dy is [M, N]; when the weight was on the left the node's y is [N, M]
             swapped = fprop.a.operand == "weight"
             flipped = grad_transposed ^ argument_is_dy_transposed ^ swapped
             pair: list[tuple[OperandName, fx.Node, bool, bool]] = [
-                (known.operand, tensor, known.flipped, transposed),
+                (view.operand, tensor, view.flipped, transposed),
                 ("grad_output", grad, flipped, grad_transposed),
             ]
             if position == 1:  # in the order of the node's arguments
@@ -262,37 +262,37 @@ class Heads:
 
     def _goes_on(self, node: fx.Node) -> bool:
         """Whether forward multiplies, or attends to, what it computes from ``node``."""
-        found, waiting = {node}, [node]
+        reach, waiting = {node}, [node]
         while waiting:
             for reader in waiting.pop().users:
-                if reader in found or reader in self._backward or _ends_logits(reader):
+                if reader in reach or reader in self._backward or _ends_logits(reader):
                     continue
                 if reader.target in _MULTIPLY:
                     return True
-                found.add(reader)
+                reach.add(reader)
                 waiting.append(reader)
         return False
 
     def _right_behind(self, node: fx.Node) -> Iterator[fx.Node]:
         """The forward nodes that read ``node``, directly or through what keeps logits logits."""
-        found, waiting = {node}, [node]
+        reach, waiting = {node}, [node]
         while waiting:
             for reader in waiting.pop().users:
-                if reader in found or (reader in self._backward and reader.op != "output"):
+                if reader in reach or (reader in self._backward and reader.op != "output"):
                     continue
-                found.add(reader)
+                reach.add(reader)
                 yield reader
-                if self._is_quiet(reader, found):
+                if self._is_quiet(reader, reach):
                     waiting.append(reader)
 
-    def _is_quiet(self, node: fx.Node, found: set[fx.Node]) -> bool:
+    def _is_quiet(self, node: fx.Node, reach: set[fx.Node]) -> bool:
         if _is_of(node, _LOSSES):
             return False
         if is_view(node):
             return True
         if node.target not in _QUIET:
             return False
-        others = [x for x in node.all_input_nodes if x not in found]
+        others = [x for x in node.all_input_nodes if x not in reach]
         return node.target in _CHOOSE or all(_source(other) in self._parameters for other in others)
 
 

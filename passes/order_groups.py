@@ -50,12 +50,12 @@ def order_groups(graph: fx.Graph, compilation: Compilation) -> None:
 def _sides(quantized: QuantizeNode, layout: str, compilation: Compilation) -> tuple[str, list[tuple[fx.Node, str]]]:
     """The order that all readers of the scales of a layout want, "" if there is none, and the readers with the side."""
     scales = quantized.outputs.get(f"{layout}_scale_inv")
-    found: list[tuple[fx.Node, str]] = []
+    readers: list[tuple[fx.Node, str]] = []
     orders: set[str] = set()
     for reader in scales.users if scales is not None else ():
         given = named_arguments(reader) if reader.target is ops.scaled_grouped_mm else {}
         sides = [side for side in "ab" if given.get(f"scale_inv_{side}") is scales]
         native = bool(sides) and given["native"]
         orders.add(compilation.hardware_of(reader).order_of_groups(quantized.kind.gemm) if native else "")
-        found += [(reader, side) for side in sides]
-    return (orders.pop() if len(orders) == 1 else ""), found
+        readers += [(reader, side) for side in sides]
+    return (orders.pop() if len(orders) == 1 else ""), readers

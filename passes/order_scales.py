@@ -50,13 +50,13 @@ def order_scales(graph: fx.Graph, compilation: Compilation) -> None:
 def _order(quantized: QuantizeNode, layout: Layout, compilation: Compilation) -> str:
     """The order that the GEMMs want which read the scales of a layout; "" if there is none."""
     scales = quantized.outputs.get(f"{layout}_scale_inv")
-    found: set[str] = set()
+    orders: set[str] = set()
     for user in scales.users if scales is not None else ():
         for reader, read in [(user, scales), *((after, user) for after in user.users if _is_slice(user))]:
             if reader.target is ops.scaled_mm and any(read is named_arguments(reader)[f"scale_inv_{s}"] for s in "ab"):
                 order = compilation.hardware_of(reader).scale_order(quantized.kind.gemm, quantized.arguments.block)
-                found.add(order if read is scales or (order == BLOCKS and _are_blocks(user, quantized)) else "")
-    return found.pop() if len(found) == 1 else ""
+                orders.add(order if read is scales or (order == BLOCKS and _are_blocks(user, quantized)) else "")
+    return orders.pop() if len(orders) == 1 else ""
 
 
 def _is_slice(node: fx.Node) -> bool:
@@ -114,8 +114,8 @@ def _read_in_order(
 
 
 def _in_rows(data: Tensor, scale_inv: Tensor, *, scaling: str, block: Sequence[int], order: str) -> Tensor:
-    found = SCALINGS[scaling].in_rows(data, scale_inv, order, block)
-    return found.clone(memory_format=torch.contiguous_format)
+    scales = SCALINGS[scaling].in_rows(data, scale_inv, order, block)
+    return scales.clone(memory_format=torch.contiguous_format)
 
 
 def _shape_in_rows(data: Tensor, scale_inv: Tensor, *, scaling: str, block: Sequence[int], order: str) -> Tensor:

@@ -62,7 +62,7 @@ def has_fp8_inputs(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def recognize(graph: fx.Graph, compilation: Compilation) -> None:
-    found: dict[Any, fx.Node] = {}  # one weight for forward and backward
+    weights: dict[Any, fx.Node] = {}  # one weight for forward and backward
     for matmul in list(nodes(graph, MATMULS)):
         for argument in matmul_arguments(matmul):
             if not _reads_fp8(argument):
@@ -71,7 +71,7 @@ def recognize(graph: fx.Graph, compilation: Compilation) -> None:
             if isinstance(product, str):
                 _refuse(compilation, matmul, argument, product)
                 continue
-            matmul.replace_input_with(argument, _weight(product, argument, found))
+            matmul.replace_input_with(argument, _weight(product, argument, weights))
     erase_unused(graph)
     _report_others(graph, compilation)
 
@@ -111,19 +111,19 @@ def _is_fp8(node: fx.Node) -> bool:
 
 def _reads_fp8(argument: fx.Node) -> bool:
     """Whether ``argument`` is computed from an FP8 input, and not by a matmul or from a weight that is known."""
-    pending, seen, found = [argument], set[fx.Node](), False
+    pending, seen, reads = [argument], set[fx.Node](), False
     while pending:
         node = pending.pop()
         if node.target is ops.stored_weight or node.target in MATMULS:
             return False
         if node not in seen and node.target not in _LOOKUPS:  # rows of a table are activations
             seen.add(node)
-            found |= node.op == "placeholder" and _is_fp8(node)
+            reads |= node.op == "placeholder" and _is_fp8(node)
             pending.extend(node.all_input_nodes)
-    return found
+    return reads
 
 
-def _weight(product: _Product, argument: fx.Node, found: dict[Any, fx.Node]) -> fx.Node:
+def _weight(product: _Product, argument: fx.Node, weights: dict[Any, fx.Node]) -> fx.Node:
     """The node that takes the place of ``argument``."""
     key = product.data, product.scale, value(argument).dtype
 
@@ -131,7 +131,7 @@ def _weight(product: _Product, argument: fx.Node, found: dict[Any, fx.Node]) -> 
         with argument.graph.inserting_before(argument):
             return insert(argument.graph, target, args, like=argument, kwargs=kwargs)
 
-    if key not in found:
+    if key not in weights:
         (rows, columns), (down, across), scale = product.block, product.grid, product.scale
         bytes_of_e8m0 = value(scale).dtype == torch.float8_e8m0fnu
         if bytes_of_e8m0:
@@ -146,8 +146,8 @@ def _weight(product: _Product, argument: fx.Node, found: dict[Any, fx.Node]) -> 
             shape = [down, across]
             settings = {"scaling": _TILES[bytes_of_e8m0, (rows, columns) == (1, 32)], "block": [rows, columns]}
         scale = emit(aten.view.default, scale, shape)
-        found[key] = emit(ops.stored_weight, product.data, scale, value(argument).dtype, **settings)
-    return emit(aten.permute.default, found[key], [1, 0]) if product.transposed else found[key]
+        weights[key] = emit(ops.stored_weight, product.data, scale, value(argument).dtype, **settings)
+    return emit(aten.permute.default, weights[key], [1, 0]) if product.transposed else weights[key]
 
 
 def _product(argument: fx.Node) -> _Product | str:
@@ -233,22 +233,22 @@ def viewed(dims: Dims, shape: Sequence[int]) -> Dims | None:
     left = [factor for factor in digits_of_all if factor[0] != 1]
     result: Dims = []
     for size in shape:
-        taken: list[_Factor] = []
+        dim: list[_Factor] = []
         wanted = size
         while wanted > 1:
             if not left:
                 return None
             digits, stride = left.pop(0)
             if wanted % digits == 0:
-                taken.append((digits, stride))
+                dim.append((digits, stride))
                 wanted //= digits
             elif digits % wanted == 0:  # its slow part belongs here
-                taken.append((wanted, stride * (digits // wanted)))
+                dim.append((wanted, stride * (digits // wanted)))
                 left.insert(0, (digits // wanted, stride))
                 wanted = 1
             else:
                 return None
-        result.append(taken or [(1, 0)])
+        result.append(dim or [(1, 0)])
     return result if not left else None
 
 
@@ -297,10 +297,10 @@ def tile_of(scale: Dims) -> Tile | None:
 
     None if they are no grid of equal tiles, stored row by row.
     """
-    found = [along for factors in scale if (along := _constant_below(factors)) is not None]
-    if len(found) != 2 or len(scale) != 2:
+    runs = [along for factors in scale if (along := _constant_below(factors)) is not None]
+    if len(runs) != 2 or len(scale) != 2:
         return None
-    (rows, down), (columns, across) = found
+    (rows, down), (columns, across) = runs
     grid = (_size(scale[0]) // rows, _size(scale[1]) // columns)
     wanted = (grid[1], 1)
     for tiles, own, stride in zip(grid, (down, across), wanted, strict=True):

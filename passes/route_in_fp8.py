@@ -86,8 +86,8 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _copies(moves: Moves, node: fx.Node) -> bool:
     """Whether rows are copied, and not only chosen or put into another order."""
-    rows, taken = value(moves.source).shape[:-1], value(QuantizeNode(node).arguments.x).shape[0]
-    return size_hint(taken) > size_hint(math.prod(rows))
+    rows, rows_after = value(moves.source).shape[:-1], value(QuantizeNode(node).arguments.x).shape[0]
+    return size_hint(rows_after) > size_hint(math.prod(rows))
 
 
 def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:
@@ -110,9 +110,10 @@ def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> s
     if not moves.exchanges:
         if arguments.columnwise and not (kind.one_scale or kind.columns_again or arguments.columnwise_from_rowwise):
             return "the same pass over the permuted rows makes their columnwise copy"
-        rows, taken = size_hint(math.prod(before.shape[:-1])), size_hint(after.shape[0])
-        if before.itemsize * (taken - rows) <= rows + taken:  # both write FP8; the permutation then reads and writes it
-            return f"no fewer bytes: {taken} rows are made from {rows}"
+        rows, rows_after = size_hint(math.prod(before.shape[:-1])), size_hint(after.shape[0])
+        # both write FP8; the permutation then reads and writes it
+        if before.itemsize * (rows_after - rows) <= rows + rows_after:
+            return f"no fewer bytes: {rows_after} rows are made from {rows}"
         return None
     if arguments.columnwise and not (kind.one_scale or arguments.columnwise_from_rowwise):
         return "backward needs copies with the scales of columns, from high precision: both would have to be sent"
@@ -211,8 +212,8 @@ class Moves:
 
     def size_readers(self) -> list[fx.Node]:
         """The nodes that read only how many rows there are."""
-        found = (user for user in self._users() if user.target is aten.sym_size.int)
-        return [user for user in found if cast(int, user.args[1]) < value(cast(fx.Node, user.args[0])).ndim - 1]
+        readers = (user for user in self._users() if user.target is aten.sym_size.int)
+        return [user for user in readers if cast(int, user.args[1]) < value(cast(fx.Node, user.args[0])).ndim - 1]
 
     def step_of(self, node: fx.Node) -> fx.Node:
         """The step whose result ``node``, on the way, is, perhaps cast; or the source."""
@@ -252,8 +253,10 @@ def _moves(node: fx.Node) -> bool:
     if node.target is collectives.WAIT:
         return cast(fx.Node, node.args[0]).target is collectives.ALL_TO_ALL
     if node.target is aten.index.Tensor:
-        taken = cast("list[Any]", node.args[1])
-        return len(taken) == 1 and value(cast(fx.Node, node.args[0])).ndim > 1 and value(taken[0]).dtype != torch.bool
+        indices = cast("list[Any]", node.args[1])
+        return (
+            len(indices) == 1 and value(cast(fx.Node, node.args[0])).ndim > 1 and value(indices[0]).dtype != torch.bool
+        )
     if node.target is aten.index_select.default:
         return cast(int, node.args[1]) == 0 and value(node).ndim > 1
     return False

@@ -74,8 +74,8 @@ def has_backward(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     gemms = dict.fromkeys(node for node in nodes(graph, _GEMMS) if not is_backward(node))
-    found = activation_functions(gemms)
-    functions = [function for function, refusal in found if not refusal]
+    candidates = activation_functions(gemms)
+    functions = [function for function, refusal in candidates if not refusal]
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
         if not is_backward(node):
@@ -91,7 +91,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
                     compilation.refuse("quantized again", site, refusal)
     if compilation.facts.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
-        for function, refusal in found:
+        for function, refusal in candidates:
             for node in function if refusal else ():
                 if GEMM_KEY in node.meta and node in gemms and any(map(is_backward, readers(node))):
                     compilation.refuse("FP8 activation", compilation.sites[node.meta[GEMM_KEY][0]], refusal)
@@ -244,10 +244,10 @@ def activation_functions(gemms: Collection[fx.Node]) -> list[tuple[list[fx.Node]
 
     The refusal is "" if all values of a function go into quantize nodes and all its inputs are GEMM results.
     """
-    found: list[tuple[list[fx.Node], str]] = []
-    taken: set[fx.Node] = set()
+    functions: list[tuple[list[fx.Node], str]] = []
+    earlier: set[fx.Node] = set()
     for gemm in gemms:
-        if gemm in taken:
+        if gemm in earlier:
             continue
         function, pending, refusal = {gemm}, [gemm], ""
         while pending:
@@ -261,12 +261,12 @@ def activation_functions(gemms: Collection[fx.Node]) -> list[tuple[list[fx.Node]
                     continue
                 function.add(other)
                 pending.append(other)
-        taken |= function
+        earlier |= function
         if any(_RECOMPUTE in node.meta for node in function):
             refusal = refusal or "torch.utils.checkpoint runs its forward again anyway"
         if len(function) > 1:
-            found.append((in_order(function), refusal))
-    return found
+            functions.append((in_order(function), refusal))
+    return functions
 
 
 def _refusal(other: fx.Node, *, is_read: bool) -> str:

@@ -80,9 +80,9 @@ def quantize(
     expect("quantize", "recipe", recipe, Recipe, "a recipe object like fp8graph.Float8RowwiseScaling()")
     expect("quantize", "scale", scale, (Tensor, type(None)), "a tensor, or None")
     expect("quantize", "seed", seed, int, "a whole number")
-    for name, value, known in (("operand", operand, OPERANDS), ("layout", layout, LAYOUTS)):
-        if value not in known:
-            raise ConfigError(f"quantize({name}={value!r}): {name} must be one of {', '.join(known)}.")
+    for name, value, options in (("operand", operand, OPERANDS), ("layout", layout, LAYOUTS)):
+        if value not in options:
+            raise ConfigError(f"quantize({name}={value!r}): {name} must be one of {', '.join(options)}.")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(f"quantize(x=...): x is {x.dtype}, and must be bf16, fp16 or fp32.")
     if x.ndim < 2 or x.numel() == 0:

@@ -70,13 +70,13 @@ def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     ends = padded_offsets(offs, multiple)
     size = padded_rows(rows, groups, multiple)
     group = group_of_rows(ends, size)
-    known = group.clamp_max(groups - 1)
+    valid_group = group.clamp_max(groups - 1)
     # row p of the result is row p - (start of its padded group) + (start of its group) of x
-    source = torch.arange(size, device=x.device) - starts(ends, known) + starts(offs, known)
+    source = torch.arange(size, device=x.device) - starts(ends, valid_group) + starts(offs, valid_group)
     # in memory: one kernel computes it for all operands, whose loops read one number for each row
-    source = materialize(torch.where((group < groups) & (source < offs[known]), source, -1))
+    source = materialize(torch.where((group < groups) & (source < offs[valid_group]), source, -1))
     x = not_empty(x)
-    return torch.where((source >= 0).unsqueeze(1), x[source.clamp(0, x.shape[0] - 1)], x.new_zeros(())), known
+    return torch.where((source >= 0).unsqueeze(1), x[source.clamp(0, x.shape[0] - 1)], x.new_zeros(())), valid_group
 
 
 def amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:

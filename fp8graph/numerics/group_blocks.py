@@ -123,11 +123,11 @@ def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool
 
     ``sizes``: of the groups, in rows, or in tiles if ``columns``; ``other``: the number of tiles, or of rows.
     """
-    found: list[Tensor] = []
+    scales: list[Tensor] = []
     flat, first = blocks.reshape(-1), 0
     for size in sizes:
         rows, tiles = (other, size) if columns else (size, other)
         count = _up(rows, ROWS) * _up(tiles, TILES)
-        found.append(rows_of_blocks(flat[first : first + count], rows, tiles))
+        scales.append(rows_of_blocks(flat[first : first + count], rows, tiles))
         first += count
-    return found
+    return scales

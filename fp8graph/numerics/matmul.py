@@ -102,9 +102,9 @@ def _in_rows(data: Tensor, blocks: Tensor, kind: Scaling, block: Sequence[int], 
         return rows_of_blocks(blocks, rows, tiles)[:, :: block[0]]
     ends = (padded_offsets(offs, multiple) // block[1] if multiple else offs).tolist()
     sizes = [end - start for start, end in pairwise([0, *ends])]
-    found = group_blocks.of_groups(blocks, sizes, rows if multiple else tiles, columns=bool(multiple))
+    parts = group_blocks.of_groups(blocks, sizes, rows if multiple else tiles, columns=bool(multiple))
     missing = blocks.new_zeros((rows, tiles - ends[-1]) if multiple else (rows - ends[-1], tiles))  # of no group
-    return torch.cat([*found, missing], 1 if multiple else 0)
+    return torch.cat([*parts, missing], 1 if multiple else 0)
 
 
 def _of_unit(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:

@@ -276,22 +276,22 @@ def finished(tensor: Parts, quantized: Parts | None = None) -> dict[str, float]:
     quantized to it. "sqnr" is in dB, "scale_inv_std" in octaves (log2). A tensor of zeros has a dynamic range of 0.
     """
     numel, smallest = tensor["numel"], tensor["smallest"]
-    found = {name: tensor[name] for name in ("min", "max", "mean", "l1_norm", "cur_amax")}
-    found["std"] = math.sqrt(tensor["square_deviation"] / (numel - 1)) if numel > 1 else math.nan
-    found["l2_norm"] = math.sqrt(tensor["l2_norm_square"])
-    found["dynamic_range"] = math.log2(tensor["cur_amax"] / smallest) if 0 < tensor["cur_amax"] < math.inf else 0.0
-    found["max_blockwise_dynamic_range"] = tensor["max_blockwise_dynamic_range"]
-    found["zeros%"] = 100 * (1 - tensor["nonzero"] / numel)
+    values = {name: tensor[name] for name in ("min", "max", "mean", "l1_norm", "cur_amax")}
+    values["std"] = math.sqrt(tensor["square_deviation"] / (numel - 1)) if numel > 1 else math.nan
+    values["l2_norm"] = math.sqrt(tensor["l2_norm_square"])
+    values["dynamic_range"] = math.log2(tensor["cur_amax"] / smallest) if 0 < tensor["cur_amax"] < math.inf else 0.0
+    values["max_blockwise_dynamic_range"] = tensor["max_blockwise_dynamic_range"]
+    values["zeros%"] = 100 * (1 - tensor["nonzero"] / numel)
     if quantized is not None:
         for name in ("underflows", "overflows", "saturated"):
-            found[f"{name}%"] = 100 * quantized[name] / numel
+            values[f"{name}%"] = 100 * quantized[name] / numel
         error, signal = quantized["square_error"], tensor["l2_norm_square"]
-        found["mse"] = error / numel
-        found["sqnr"] = math.inf if error == 0 else 10 * math.log10(signal / error) if signal else -math.inf
-        found |= {name: value for name, value in quantized.items() if name.startswith("scale_inv")}
+        values["mse"] = error / numel
+        values["sqnr"] = math.inf if error == 0 else 10 * math.log10(signal / error) if signal else -math.inf
+        values |= {name: value for name, value in quantized.items() if name.startswith("scale_inv")}
         scales = quantized["scales"]
-        found["scale_inv_std"] = math.sqrt(quantized["log2_square_deviation"] / scales) if scales else 0.0
-    return found
+        values["scale_inv_std"] = math.sqrt(quantized["log2_square_deviation"] / scales) if scales else 0.0
+    return values
 
 
 def named(names: Sequence[str], vector: Tensor) -> dict[str, float]:

@@ -78,5 +78,5 @@ def smoothing(x: Tensor) -> list[Tensor]:
     bits = amax_of(x, -2).view(torch.int32)
     exponent = torch.bitwise_and(torch.bitwise_right_shift(bits, 23), 255) - _BIAS  # floor(log2(amax))
     exponent = exponent.clamp_min(-_MOST).clamp_max(_MOST)
-    found = [torch.bitwise_left_shift(_BIAS + sign * exponent, 23).view(torch.float32) for sign in (-1, 1)]
-    return [scale.to(x.dtype) for scale in found]
+    scales = [torch.bitwise_left_shift(_BIAS + sign * exponent, 23).view(torch.float32) for sign in (-1, 1)]
+    return [scale.to(x.dtype) for scale in scales]

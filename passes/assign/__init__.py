@@ -173,14 +173,14 @@ def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
     *_, m, n = value(gemm.node).shape
     device = compilation.hardware_of(gemm.node)
     multiples = device.alignment(*(device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)))
-    found: list[str] = []
+    paddings: list[str] = []
     for name, size, multiple in zip("mnk", (m, n, _contraction_size(gemm)), multiples, strict=True):
-        known = static_size(size)
-        if multiple > 1 and known is None:
-            found.append(f"{name} {size} padded to a multiple of {multiple}")
-        elif known is not None and known % multiple:
-            found.append(f"{name} {known} padded to {known + -known % multiple}")
-    return found
+        number = static_size(size)
+        if multiple > 1 and number is None:
+            paddings.append(f"{name} {size} padded to a multiple of {multiple}")
+        elif number is not None and number % multiple:
+            paddings.append(f"{name} {number} padded to {number + -number % multiple}")
+    return paddings
 
 
 def _contraction_size(gemm: Gemm) -> int | torch.SymInt:

@@ -82,11 +82,11 @@ class Uses:
             self._layouts.setdefault(quantized.key, []).append(layout)
 
     def operand(self, quantized: Quantized) -> Operand:
-        found = self._layouts[quantized.key]
+        layouts = self._layouts[quantized.key]
         return Operand(
             elements=quantized.elements,
-            layouts=frozenset(found),
-            users=len(found),
+            layouts=frozenset(layouts),
+            users=len(layouts),
             fused=quantized.fused,
             kept=quantized.kept,
         )

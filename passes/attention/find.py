@@ -65,15 +65,15 @@ def may_have_attention(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    found = [*attention_ops(graph, backward_nodes(graph)), *written_attentions(compilation.sites)]
-    found.sort(key=lambda attention: order[attention.result])
-    names = names_of([attention.site.place for attention in found], compilation.facts.parameters.values())
-    for attention, (fqn, index) in zip(found, names, strict=True):
+    attentions = [*attention_ops(graph, backward_nodes(graph)), *written_attentions(compilation.sites)]
+    attentions.sort(key=lambda attention: order[attention.result])
+    names = names_of([attention.site.place for attention in attentions], compilation.facts.parameters.values())
+    for attention, (fqn, index) in zip(attentions, names, strict=True):
         attention.site.fqn, attention.site.index = fqn, index
         attention.decision = _decide(attention, compilation)
-    compilation.results(Attention).extend(found)
-    compilation.others[AttentionRecord] = [attention.site for attention in found]
-    compilation.rows += [row for attention in found for row in _rows(attention, compilation)]
+    compilation.results(Attention).extend(attentions)
+    compilation.others[AttentionRecord] = [attention.site for attention in attentions]
+    compilation.rows += [row for attention in attentions for row in _rows(attention, compilation)]
 
 
 def _decide(attention: Attention, compilation: Compilation) -> Decision:

@@ -62,9 +62,9 @@ class Read:
     @property
     def argument(self) -> fx.Node:
         """The argument as it is now."""
-        found = self.node.args[self.position]
-        assert isinstance(found, fx.Node)
-        return found
+        argument = self.node.args[self.position]
+        assert isinstance(argument, fx.Node)
+        return argument
 
 
 @dataclass(kw_only=True, eq=False)
@@ -191,14 +191,14 @@ def _sizes_of_packed(node: fx.Node) -> Sizes:
 def _backward_ops(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """The backward ops of each forward one: those that read its logsumexp."""
     by_target = {form.backward: form for form in FORMS.values()}
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_forward: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes(graph, by_target):
         source = node.args[by_target[node.target].logsumexp]
         while isinstance(source, fx.Node) and source.target in _SAME:
             source = source.args[0]
         if isinstance(source, fx.Node) and source.target is getitem:
-            found.setdefault(cast("Sequence[fx.Node]", source.args)[0], []).append(node)
-    return found
+            by_forward.setdefault(cast("Sequence[fx.Node]", source.args)[0], []).append(node)
+    return by_forward
 
 
 def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
@@ -271,13 +271,13 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
             for i, view in enumerate((gemm.a, gemm.b)):
                 key = value_key(look_through_transposes(arguments[i])[0])
                 operand: Operand | None = next(
-                    (o for known, o in keys if known == key and (o == "value") == (site is second)), None
+                    (o for other, o in keys if other == key and (o == "value") == (site is second)), None
                 )
-                found = reads
+                group = reads
                 if view.operand == "grad_output" or operand is None:
-                    found, gradient = inner, view.operand == "grad_output"
+                    group, gradient = inner, view.operand == "grad_output"
                     operand = "probabilities" if not gradient else "grad_output" if site is second else "grad_scores"
-                found.append(Read(node=gemm.node, position=start + i, operand=operand))
+                group.append(Read(node=gemm.node, position=start + i, operand=operand))
     backward = itertools.chain(first.gemms[1:], second.gemms[1:])
     return Attention(
         site=_new_site(result),

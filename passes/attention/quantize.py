@@ -146,21 +146,21 @@ def _emulate(
 
 def _rotate_gradients(attention: Attention) -> None:
     """Transform the gradients of the transformed q and k back, for all who read them."""
-    found: dict[fx.Node, int] = {}  # the dim along which the elements of a head lie
+    dims: dict[fx.Node, int] = {}  # the dim along which the elements of a head lie
     for read in attention.reads:
         if read.node not in attention.backward or read.operand not in _ROTATED:
             continue
         if attention.written_out:  # that of q is ds @ k, that of k is ds.T @ q, or it is their transpose
-            found[read.node] = -1 if read.position == len(read.node.args) - 1 else -2
+            dims[read.node] = -1 if read.position == len(read.node.args) - 1 else -2
         else:
             index = _ROTATED.index(read.operand)
-            found |= {user: -1 for user in read.node.users if user.target is getitem and user.args[1] == index}
+            dims |= {user: -1 for user in read.node.users if user.target is getitem and user.args[1] == index}
     matrix: fx.Node | None = None
-    for node in filter(found.__contains__, list(attention.result.graph.nodes)):
+    for node in filter(dims.__contains__, list(attention.result.graph.nodes)):
         readers, emit = list(node.users), functools.partial(_emit, like=node, before=node.next)
         if matrix is None:
             matrix = emit(aten.permute.default, emit(transforms.hadamard_matrix, node, HADAMARD_SIGNS), [1, 0])
-        result = rotated(node, matrix, value(node).ndim + found[node], emit)
+        result = rotated(node, matrix, value(node).ndim + dims[node], emit)
         for reader in readers:
             reader.replace_input_with(node, result)
 
@@ -314,11 +314,11 @@ def _order_in_memory(x: torch.Tensor) -> list[int]:
 def _heads(sizes: Sizes, x: torch.Tensor) -> list[int]:
     """[heads, elements per head] of q, k or v, with one head for each head of k and v; -1 where dynamic."""
     groups = [x.shape[0], sizes.kv_heads] if x.ndim == 4 else list(x.shape[:-2])  # [batch * heads, tokens, size]
-    known = [size for size in map(static_size, groups) if size is not None]
-    if len(known) == len(groups):
-        return [math.prod(known), -1]
+    static_sizes = [size for size in map(static_size, groups) if size is not None]
+    if len(static_sizes) == len(groups):
+        return [math.prod(static_sizes), -1]
     others = math.prod(size for size in map(static_size, x.shape) if size is not None)
-    return [-1, others // math.prod(known)]
+    return [-1, others // math.prod(static_sizes)]
 
 
 def _contiguous(node: fx.Node, emit: Emit) -> fx.Node:

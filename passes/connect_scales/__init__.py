@@ -196,8 +196,8 @@ def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
     A body of a higher-order op has no state.
     """
     graphs = [graph, *(each.quantizing for each in compilation.extra_inputs if isinstance(each, WeightGraph))]
-    found = (USES_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
-    return not compilation.facts.subgraph and (any(found) or _takes_part(compilation.facts))
+    uses = (USES_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
+    return not compilation.facts.subgraph and (any(uses) or _takes_part(compilation.facts))
 
 
 def _takes_part(facts: GraphFacts) -> bool:
@@ -255,10 +255,10 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
         )
         for number, ((recipe, fp8_max, backward, device), entries) in enumerate(pages.items())
     ]
-    taken = compilation.take(graph, layouts)
-    if taken is None:
+    inputs = compilation.take(graph, layouts)
+    if inputs is None:
         return
-    for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
+    for page, layout, entries in zip(inputs, layouts, pages.values(), strict=True):
         update = _connect(graph, page, layout, entries, compilation.facts)
         if update is not None:
             if in_graph and layout.recipe.reduce_amax and compilation.facts.decisions.amax_group is not None:

@@ -85,9 +85,9 @@ class Page:
         alike = self.layout.group == layout.group and self.tensor.device == layout.device
         return alike and self.layout.fp8_max == layout.fp8_max and self.tensor.shape[0] == len(layout.rows)
 
-    def rows_for(self, layout: PageLayout, taken: Sequence[int]) -> Tensor:
-        """A copy of the rows ``taken`` for a page of ``layout``, whose device may have other FP8 types."""
-        rows = self.tensor[list(taken)].to(layout.device)
+    def rows_for(self, layout: PageLayout, indices: Sequence[int]) -> Tensor:
+        """A copy of the rows at ``indices`` for a page of ``layout``, whose device may have other FP8 types."""
+        rows = self.tensor[list(indices)].to(layout.device)
         if self.layout.fp8_max != layout.fp8_max:
             history.write_scale(rows, rescaled(rows[:, SCALE], self.layout.fp8_max, layout.fp8_max))
         return rows

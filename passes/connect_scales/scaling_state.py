@@ -312,12 +312,12 @@ class ScalingState(KeptScales):
         sources: dict[Page, tuple[list[int], list[int]]] = {}
         for index, row in enumerate(rows):
             if row is not None:
-                to, taken = sources.setdefault(row.page, ([], []))
+                to, indices = sources.setdefault(row.page, ([], []))
                 to.append(index)
-                taken.append(row.index)
+                indices.append(row.index)
         with torch.no_grad():
-            for source, (to, taken) in sources.items():
-                page.tensor[to] = source.rows_for(layout, taken)
+            for source, (to, indices) in sources.items():
+                page.tensor[to] = source.rows_for(layout, indices)
                 source.moved = True
             if layout.group is None:
                 page.tensor[:, HEADER] = 0.0  # staged for ranks that are gone

@@ -90,10 +90,10 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
     gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in facts.gathered}
     arrived = facts.decisions.condition(GatheredInFP8)
     sent = {node: index for node, index in gathered.items() if arrived is not None and index in arrived.parameters}
-    found: dict[fx.Node, str | None] = {}
+    reasons: dict[fx.Node, str | None] = {}
     if len(sent) < len(gathered) and facts.settings.target is None:
-        found = why_not_sent(graph, gathered, compilation)
-        for node in (node for node, reason in found.items() if reason is None):
+        reasons = why_not_sent(graph, gathered, compilation)
+        for node in (node for node, reason in reasons.items() if reason is None):
             weight = weight_graph(node, gathered, compilation, ToGather)
             if weight is not None and node.meta.get(OPERAND_KEY) == "weight":
                 compilation.extra_inputs.append(dataclasses.replace(weight, outputs=()))
@@ -102,7 +102,7 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
     whole = {source_of_part(part)[0] for node in mixed for part in QuantizeNode(node).arguments.parts}
     hoist(graph, {node: index for node, index in sent.items() if node not in whole}, compilation, GatheredWeight)
     for node in quantized_weights(graph):
-        reason = found.get(node)
+        reason = reasons.get(node)
         how = (
             "FP8 from the first step of its optimizer on" if reason is None else f"high precision: {reason}; {SHARDED}"
         )
@@ -128,9 +128,9 @@ def why_not_sent(
     Args:
         parameters: the inputs that FSDP2 gathers, with their positions.
     """
-    found = [node for node in nodes(graph, (ops.quantize,)) if computed_from(node, parameters) is not None]
+    candidates = [node for node in nodes(graph, (ops.quantize,)) if computed_from(node, parameters) is not None]
     in_backward = backward_nodes(graph)
-    return {node: _why_not(node, parameters, compilation, in_backward) for node in found}
+    return {node: _why_not(node, parameters, compilation, in_backward) for node in candidates}
 
 
 def _backward_reads_rows(quantized: QuantizeNode, in_backward: Collection[fx.Node]) -> bool:

@@ -109,10 +109,10 @@ class GatheredCopies:
 
     def kept(self, layouts: Collection[str]) -> list[Tensor]:
         """The copies of ``layouts``, which need memory until FSDP2 frees it; the others' is freed now."""
-        found = {name: self.tensors[name] for name in LAYOUTS if name in self.tensors}
-        for name in found.keys() - {*layouts}:
-            fsdp.free(found.pop(name))
-        return list(found.values())
+        copies = {name: self.tensors[name] for name in LAYOUTS if name in self.tensors}
+        for name in copies.keys() - {*layouts}:
+            fsdp.free(copies.pop(name))
+        return list(copies.values())
 
     def _allocate(self, layouts: Collection[str]) -> None:
         """Give memory to the copies of ``layouts``, and to all scales."""
@@ -150,13 +150,13 @@ class Memory:
     """NaNs, one tensor for each dtype and device, which all parameters share that are not there in high precision."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def nan(self, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        known = self._known.get((dtype, device))
-        if known is None or known.numel() < size.numel():
-            known = self._known[dtype, device] = torch.full((size.numel(),), torch.nan, dtype=dtype, device=device)
-        return fsdp.view_of(known, size)
+        nans = self._nans.get((dtype, device))
+        if nans is None or nans.numel() < size.numel():
+            nans = self._nans[dtype, device] = torch.full((size.numel(),), torch.nan, dtype=dtype, device=device)
+        return fsdp.view_of(nans, size)
 
 
 def quantizes_rows(

@@ -81,8 +81,8 @@ class SentWeights(Store):
         return sum(weight.quantized for weight in self._alive())
 
     def _alive(self) -> list[SentWeight]:
-        found = ((reference, reference()) for reference in self._attached)
-        alive = [(reference, weight) for reference, weight in found if weight is not None and weight.attached]
+        pairs = ((reference, reference()) for reference in self._attached)
+        alive = [(reference, weight) for reference, weight in pairs if weight is not None and weight.attached]
         self._attached = [reference for reference, _ in alive]
         return [weight for _, weight in alive]
 
@@ -109,9 +109,9 @@ class SentWeights(Store):
 
     def ask(self, weights: Sequence[WeightGraph], args: Sequence[Any]) -> None:
         """Gather ``weights``, which a graph reads by FP8 GEMMs alone, in FP8 after the next step."""
-        found = fsdp.gathered() if weights else {}
+        by_id = fsdp.gathered() if weights else {}
         for weight in weights:
-            sharded = [found.get(id(args[index])) for index in weight.parameters]
+            sharded = [by_id.get(id(args[index])) for index in weight.parameters]
             ids = {id(reference()) for _, references in self._to_send for reference in references}
             if None not in sharded and not any(id(x) in ids for x in sharded):
                 self._to_send.append((weight, [weakref.ref(x) for x in sharded]))
@@ -123,8 +123,8 @@ class SentWeights(Store):
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
         """Those that were gathered in FP8, for this backend or another one."""
-        found = fsdp.gathered()
-        sharded = {index: found[id(args[index])] for index in positions if id(args[index]) in found}
+        by_id = fsdp.gathered()
+        sharded = {index: by_id[id(args[index])] for index in positions if id(args[index]) in by_id}
         owners = {index: fsdp.owner_of(x) for index, x in sharded.items()}
         return {index: owner for index, owner in owners.items() if owner is not None}
 
@@ -143,9 +143,9 @@ class SentWeights(Store):
 
     def _stage(self, scales: KeptScales) -> None:
         """Stage the amaxes of weights, which are then reduced over the ranks with those of the graphs."""
-        taken = [found for weight in self._alive() if (found := weight.take_amaxes()) is not None]
-        if taken:
-            scales.stage([tensor for tensor, _ in taken], [amaxes for _, amaxes in taken])
+        pairs = [pair for weight in self._alive() if (pair := weight.take_amaxes()) is not None]
+        if pairs:
+            scales.stage([tensor for tensor, _ in pairs], [amaxes for _, amaxes in pairs])
 
     def _after_step(self, optimizer: Optimizer) -> None:
         for scales in self._kept_scales:
@@ -342,14 +342,14 @@ class SentWeight:
 
     def amax(self) -> Tensor:
         """[1]: of this rank's rows; [columns]: of its columns."""
-        found: list[Tensor] = []
+        of_parts: list[Tensor] = []
         with torch.no_grad():
             for sharded, casts in self._parts:
                 rows = fsdp.shard_of(sharded).detach()
-                found += [largest_of_columns(rows)] if self.differ else largest_of_each([rows])
+                of_parts += [largest_of_columns(rows)] if self.differ else largest_of_each([rows])
                 for dtype in (sharded.param_dtype or sharded.orig_dtype, *casts):
-                    found[-1] = found[-1].to(dtype)  # rounding keeps the order
-        amaxes = torch.stack(found).to(torch.float32)
+                    of_parts[-1] = of_parts[-1].to(dtype)  # rounding keeps the order
+        amaxes = torch.stack(of_parts).to(torch.float32)
         return reducible_amaxes(amaxes) if self.differ else reducible_amax(amaxes)
 
     def _take_scale(self, kept: KeptScales) -> None:

@@ -139,5 +139,5 @@ def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = {
         node: index for node, index in graph_inputs(graph) if index in facts.parameters.keys() | facts.gathered
     }
-    found = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
-    compilation.extra_inputs += [weight for weight in found if weight is not None]
+    weights = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
+    compilation.extra_inputs += [weight for weight in weights if weight is not None]

@@ -65,7 +65,7 @@ def observe(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmName], fx.Node]:
     """The result of each GEMM: the last of its nodes, which adds a bias or cuts padding off."""
-    found: dict[tuple[int, GemmName], fx.Node] = {
+    results: dict[tuple[int, GemmName], fx.Node] = {
         (position, gemm.gemm): gemm.node
         for position, site in enumerate(compilation.sites)
         for gemm in site.gemms
@@ -73,10 +73,10 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
     }
     for node in graph.nodes:
         if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
-            found[node.meta[GEMM_KEY]] = node
+            results[node.meta[GEMM_KEY]] = node
     return {
         (position, gemm): next(filter(is_rescaled, node.users), node) if gemm == "wgrad" else node
-        for (position, gemm), node in found.items()
+        for (position, gemm), node in results.items()
     }
 
 
@@ -125,7 +125,7 @@ def _names(positions: Iterable[int], compilation: Compilation) -> Names:
 
 
 def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
-    node = next(found.node for found in compilation.sites[position].gemms if found.gemm == gemm)
+    node = next(each.node for each in compilation.sites[position].gemms if each.gemm == gemm)
     recipe = compilation.decisions[node].recipe
     return recipe.name if recipe is not None else ""
 

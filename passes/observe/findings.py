@@ -106,7 +106,7 @@ class Finding(Crossing):
     reason: str  #: why there is no rule; "" if there is one
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """The finding in words: "11.2 % of grad_output became zero (tensorwise, rowwise; more than 10 %)"."""
         if self.stat == "cur_amax":
             return f"{self.operand} holds inf or NaN before it is quantized"
@@ -117,7 +117,7 @@ class Finding(Crossing):
         return f"{self.value:.3g} % of {self.operand} became {became} ({copy}; more than {self.bound:g} %)"
 
     def __str__(self) -> str:
-        text = f"step {self.step}: {self.site}: {self.told}."
+        text = f"step {self.step}: {self.site}: {self.words}."
         if self.rule is None:
             return f"{text} {self.reason}"
         return (
@@ -133,7 +133,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
         if r.operand in ("input", "weight", "grad_output") and not r.what_if:
             key = r.step, r.site, r.operand, r.recipe
             values.setdefault(key, {}).setdefault(r.layout, {})[r.stat] = r.value
-    found: list[Crossing] = []
+    results: list[Crossing] = []
     not_finite: set[tuple[int, str, str]] = set()
     for (step, site, operand, recipe), layouts in sorted(values.items()):
         operand = cast(OperandName, operand)
@@ -141,7 +141,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
             amax = layouts[""].get("cur_amax", 0.0)
             if not (math.isfinite(amax) and math.isfinite(layouts[""].get("l1_norm", 0.0))):
                 not_finite.add((step, site, operand))
-                found.append(
+                results.append(
                     Crossing(step=step, site=site, operand=operand, layout="", recipe="", stat="cur_amax", value=amax,
                              bound=None, gemms=())
                 )  # fmt: skip
@@ -159,7 +159,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
             if not bad:
                 continue
             worst, bound = (min if stat == "sqnr" else max)(bad.values())
-            found.append(
+            results.append(
                 Crossing(
                     step=step,
                     site=site,
@@ -172,7 +172,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
                     gemms=_readers(operand, bad, layouts, recipe, sites.get(site)),
                 )
             )
-    return sorted(found, key=lambda crossing: crossing.order)
+    return sorted(results, key=lambda crossing: crossing.order)
 
 
 def _readers(
@@ -240,9 +240,9 @@ def _is_named(plain: Any, name: str) -> bool:
 
 def _fallback(measured: str, now: Any, fallbacks: Sequence[RecipeLike]) -> Any:
     """The next recipe to try, as plain data; None: there is none."""
-    known = [resolve_recipe(each) for each in fallbacks]
+    recipes = [resolve_recipe(each) for each in fallbacks]
     present = resolve_recipe(now)
-    place = next((i for i, recipe in enumerate(known) if recipe == present), -1)
+    place = next((i for i, recipe in enumerate(recipes) if recipe == present), -1)
     rest = fallbacks[place + 1 :]
     return (HIGH_PRECISION if rest[0] is None else rest[0]) if rest else None
 

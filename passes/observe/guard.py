@@ -122,8 +122,8 @@ class Guarded(Store):
     def apply(self, rules: Iterable[tuple[Rule, str]]) -> None:
         """Put rules before the others, each with its line of the report. One layer has one such rule."""
         new = [*rules]
-        known = [rule for rule, _ in self._applied]
-        policy = with_rules(self.policy, [rule for rule, _ in new], known)
+        earlier = [rule for rule, _ in self._applied]
+        policy = with_rules(self.policy, [rule for rule, _ in new], earlier)
         if policy != self.policy:
             self._policies.set(policy)
             self._epoch.advance()
@@ -191,7 +191,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         self._check_ranks()
-        self._told: set[tuple[str, str, str, str]] = set()
+        self._finding_keys: set[tuple[str, str, str, str]] = set()
         self._changes: dict[tuple[str, str], dict[GemmName, Any]] = {}  # proposals so far, by fqn and op
         self._at = 0  # the step at which the ranks exchanged findings
         condition = Observed(layers=self.layers.patterns, copies=True, block_size=0)
@@ -231,21 +231,27 @@ class Guard:
         self._check_ranks()
         steps = self.observation.unread(self._request, now)
         sites = self.sites()
-        found = crossings(records(self.observation.found(steps), self._request, NEEDED), self.settings.bounds, sites)
+        all_crossings = crossings(
+            records(self.observation.measurements(steps), self._request, NEEDED), self.settings.bounds, sites
+        )
         self.observation.forget_steps(steps)
-        own = [(crossing, sites.get(crossing.site)) for crossing in found if not crossing.keys <= self._told]
+        own = [
+            (crossing, sites.get(crossing.site))
+            for crossing in all_crossings
+            if not crossing.keys <= self._finding_keys
+        ]
         if self.settings.reduce:
             everywhere = distributed.gathered_objects(own, None, others=False)
             own = sorted((entry for each in everywhere for entry in each), key=lambda entry: entry[0].order)
         self._tell(own)
 
-    def _tell(self, found: Sequence[tuple[Crossing, Site | None]]) -> None:
+    def _tell(self, pairs: Sequence[tuple[Crossing, Site | None]]) -> None:
         rules: dict[tuple[str, str], tuple[Rule, str]] = {}
         new: list[Finding] = []
-        for crossing, site in found:
-            if crossing.keys <= self._told:
+        for crossing, site in pairs:
+            if crossing.keys <= self._finding_keys:
                 continue
-            self._told |= crossing.keys
+            self._finding_keys |= crossing.keys
             layer = (site.fqn, site.op) if site is not None else (crossing.site, "")
             changes = self._changes.setdefault(layer, {})
             finding = proposed(crossing, site, self.settings.fallbacks, changes)
@@ -270,20 +276,20 @@ def report_text(finding: Finding) -> str:
         recipe = finding.rule.recipe_for(gemm)
         changed.setdefault("left FP8" if recipe is None else f"is {recipe.name}", []).append(gemm)
     parts = [f"{' and '.join(gemms)} {what}" for what, gemms in changed.items()]
-    return f"{', '.join(parts)}: {finding.told}"
+    return f"{', '.join(parts)}: {finding.words}"
 
 
 def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, Site]:
     """The sites of all graphs by name, as the current policy sees them."""
-    found: dict[str, Site] = {}
+    sites: dict[str, Site] = {}
     for graph in graphs:
         policy, identity = policies.of(graph.families)
         for view in graph.views:
             for record in view.gemms:
-                if (known := found.get(record.name)) is None:
+                if (site := sites.get(record.name)) is None:
                     resolution = policy.resolve(record.fqn, record.op)
                     recipes, obstacle = _plain(resolution.recipes)
-                    known = found[record.name] = Site(
+                    site = sites[record.name] = Site(
                         fqn=record.fqn,
                         op=record.op,
                         by_user=resolution.by_user,
@@ -291,21 +297,21 @@ def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, Site]:
                         runs={},
                         obstacle=obstacle,
                     )
-                if view.policy == identity or record.gemm not in known.runs:
-                    known.runs[cast(GemmName, record.gemm)] = record.recipe
-    return found
+                if view.policy == identity or record.gemm not in site.runs:
+                    site.runs[cast(GemmName, record.gemm)] = record.recipe
+    return sites
 
 
 def _plain(recipes: Mapping[GemmName, Recipe | None]) -> tuple[dict[GemmName, Any], str]:
     """Recipes as in a policy file, and why one cannot be written to it."""
-    found: dict[GemmName, Any] = {}
+    plain: dict[GemmName, Any] = {}
     for gemm in GEMMS:
         recipe = recipes[gemm]
         try:
-            found[gemm] = HIGH_PRECISION if recipe is None else name_of(recipe) or recipe.to_dict()
+            plain[gemm] = HIGH_PRECISION if recipe is None else name_of(recipe) or recipe.to_dict()
         except UnsupportedRecipeError as error:
             return {}, str(error).removesuffix(".")
-    return found, ""
+    return plain, ""
 
 
 class GuardMethods(Starter):

@@ -152,7 +152,7 @@ class Measuring:
         self._graph, self.condition = graph, condition
         self._order = {node: position for position, node in enumerate(graph.nodes)}
         self._seen: set[tuple[tuple[str, int], str]] = set()  # sites whose tensor is measured
-        self.found: dict[fx.Node, ObservedTensor] = {}
+        self.tensors: dict[fx.Node, ObservedTensor] = {}
 
     def tensor(self, x: fx.Node, names: Names, tensor: str, *, like: fx.Node, **joined: Any) -> None:
         """A tensor itself, for those of ``names`` for which it is not measured yet."""
@@ -236,11 +236,11 @@ class Measuring:
         With too few spare inputs the graph is not changed; it is traced again with enough of them.
         """
         pages = [page for backward in (False, True) if (page := self.page(backward=backward)) is not None]
-        taken = compilation.take(self._graph, [page for page, _ in pages])
-        if taken is None:
+        inputs = compilation.take(self._graph, [page for page, _ in pages])
+        if inputs is None:
             return
         (output,) = self._graph.find_nodes(op="output")
-        for placeholder, (page, vectors) in zip(taken, pages, strict=True):
+        for placeholder, (page, vectors) in zip(inputs, pages, strict=True):
             tag = vectors[0].meta.get("partitioner_tag")
             with self._graph.inserting_before(output):
                 first = functools.partial(insert, self._graph, like=vectors[0])
@@ -261,16 +261,16 @@ class Measuring:
 
     def page(self, *, backward: bool) -> tuple[StatisticsPage, list[fx.Node]] | None:
         """The tensors that are measured in one direction, and the nodes that do."""
-        found = {node: tensor for node, tensor in self.found.items() if is_backward(node) == backward}
-        if not found:
+        tensors = {node: tensor for node, tensor in self.tensors.items() if is_backward(node) == backward}
+        if not tensors:
             return None
-        device = value(next(iter(found))).device
-        return StatisticsPage(backward=backward, device=device, tensors=tuple(found.values())), [*found]
+        device = value(next(iter(tensors))).device
+        return StatisticsPage(backward=backward, device=device, tensors=tuple(tensors.values())), [*tensors]
 
     def _insert(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: ObservedTensor, like: fx.Node
     ) -> None:
-        x, first = value(args[0]), next(iter(self.found), None)
+        x, first = value(args[0]), next(iter(self.tensors), None)
         elsewhere = first is not None and value(first).device != x.device
         empty = any(static_size(size) == 0 or known_at_run_time_only(size) for size in x.shape)  # or may be
         described = x.ndim >= 2 and x.is_floating_point() and not empty
@@ -282,7 +282,7 @@ class Measuring:
             node = insert(self._graph, target, args, like=like, kwargs=dict(kwargs))
         backward = any(map(is_backward, (like, *inputs)))
         set_direction(node, "is_backward" if backward else like.meta.get("partitioner_tag"))
-        self.found[node] = what
+        self.tensors[node] = what
 
     def _anchor(self, node: fx.Node) -> fx.Node:
         """The node behind which a reader of ``node`` may stand: no node may stand between placeholders."""

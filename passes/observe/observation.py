@@ -72,8 +72,8 @@ class Request:
 
     def takes(self, key: Measured) -> bool:
         """Whether this was measured for this reader."""
-        known = not key.what_if or key.recipe in {recipe.name for recipe in self.condition.what_if}
-        return known and self.wants(key.step) and self.condition.takes(key.fqn)
+        fits = not key.what_if or key.recipe in {recipe.name for recipe in self.condition.what_if}
+        return fits and self.wants(key.step) and self.condition.takes(key.fqn)
 
 
 def together(several: Sequence[Observed]) -> Observed | None:
@@ -101,7 +101,7 @@ class Observation(Store):
         self._condition: Observed | None = None  # what the active requests ask for, together
         self._at: int | None = None  # the step of the last call
         self._trains = False  # a graph with gradients was called: evaluations are not measured
-        self._found: dict[int, dict[Measured, list[Parts]]] = {}  # by step
+        self._by_step: dict[int, dict[Measured, list[Parts]]] = {}  # the measurements
         self._pending: list[tuple[int, StatisticsPage, Tensor]] = []
         self._reduced: set[Measured] = set()
         self._counted, self._calls = -1, dict[int, int]()  # a step, and its calls by the id of their first page
@@ -208,7 +208,7 @@ class Observation(Store):
         self._pending = [entry for entry in self._pending if id(entry[2]) not in kept]
         self._read()
         self._pending, self._calls = waiting, {}
-        self.found([step])  # merges its parts
+        self.measurements([step])  # merges its parts
         if not self._endless and (dropped or not self._trains):
             self._endless = True
             _log.warning(
@@ -218,13 +218,13 @@ class Observation(Store):
                 step,
             )
 
-    def found(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
+    def measurements(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
         """The measurements so far (None: in all steps); the names are those of the parts."""
         if steps is None:
             self._read()
         merged_now: dict[Measured, Parts] = {}
-        for step in [*self._found] if steps is None else steps:
-            for key, vectors in self._found.get(step, {}).items():
+        for step in [*self._by_step] if steps is None else steps:
+            for key, vectors in self._by_step.get(step, {}).items():
                 if len(vectors) > 1:
                     vectors[:] = vectors[-1:] if key.operand == "weight" else [merged(vectors)]
                 merged_now[key] = vectors[0]
@@ -236,8 +236,8 @@ class Observation(Store):
         It waits for the device. They count as read: the reader calls :meth:`forget_steps` when it is done.
         """
         self._read(but=now)
-        request.read &= self._found.keys()
-        new = sorted(s for s in self._found if s != now and s not in request.read and request.wants(s))
+        request.read &= self._by_step.keys()
+        new = sorted(s for s in self._by_step if s != now and s not in request.read and request.wants(s))
         request.read.update(new)
         return new
 
@@ -246,23 +246,23 @@ class Observation(Store):
         for step in steps:
             wanted = (r.wants(step) and (r.keeps or step not in r.read) for r in self._requests)
             if not any(wanted):
-                self._found.pop(step, None)
+                self._by_step.pop(step, None)
 
     def reduce(self, group: object = None) -> None:
         """Merge the measurements of the ranks of a process group, in the steps that are over. All of them call it."""
-        over = {key: parts for key, parts in self.found().items() if key.step < self._schedule.step_of_call()}
+        over = {key: parts for key, parts in self.measurements().items() if key.step < self._schedule.step_of_call()}
         own = {key: parts for key, parts in over.items() if key not in self._reduced}
         for other in gathered_objects(own, group, others=True):
             for key, parts in other.items():
                 if key.operand != "weight" or key not in own:
-                    self._found.setdefault(key.step, {}).setdefault(key, []).append(parts)
+                    self._by_step.setdefault(key.step, {}).setdefault(key, []).append(parts)
                     own.setdefault(key, parts)
         self._reduced.update(own)
 
     def _forget(self, step: int) -> None:
         """Forget a step: before its first call with gradients, the model was only evaluated."""
         self._pending = [entry for entry in self._pending if entry[0] != step]
-        self._found.pop(step, None)
+        self._by_step.pop(step, None)
 
     def _read(self, but: int | None = None) -> None:
         """Read the tensors of all steps, or of all but one, whose backward may not have come yet."""
@@ -287,7 +287,7 @@ class Observation(Store):
                         what_if=of.what_if,
                         group=of.group,
                     )
-                    self._found.setdefault(step, {}).setdefault(key, []).append(named(of.parts, vector))
+                    self._by_step.setdefault(step, {}).setdefault(key, []).append(named(of.parts, vector))
         self._pending = waiting
 
 

@@ -60,7 +60,7 @@ class Scores(Store):
         """The errors in one batch, as plain values."""
         return [
             {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
-            for key, parts in self._observation.found().items()
+            for key, parts in self._observation.measurements().items()
             if key.step == number
         ]
 

@@ -91,7 +91,7 @@ class Statistics:
         self._names, self._report = names, report
 
     def __iter__(self) -> Iterator[StatisticRecord]:
-        return records(self._observation.found(), self._request, self._names)
+        return records(self._observation.measurements(), self._request, self._names)
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write one JSON object per line. Numbers that are not finite (the sqnr of an exact copy) are ``null``."""
@@ -305,13 +305,15 @@ def _recipes(what_if: Sequence[RecipeLike]) -> list[Recipe]:
     return recipes
 
 
-def records(found: Mapping[Measured, Parts], request: Request, names: Collection[str]) -> Iterator[StatisticRecord]:
+def records(
+    measurements: Mapping[Measured, Parts], request: Request, names: Collection[str]
+) -> Iterator[StatisticRecord]:
     """The statistics called ``names`` of whatever was measured for one reader."""
-    for key, parts in found.items():
+    for key, parts in measurements.items():
         if not request.takes(key):
             continue
         if key.layout:
-            tensor = found.get(dataclasses.replace(key, layout="", recipe="", what_if=False))
+            tensor = measurements.get(dataclasses.replace(key, layout="", recipe="", what_if=False))
             values = finished(tensor, parts) if tensor is not None else {}
             values = {name: value for name, value in values.items() if name in QUANTIZED_STATISTICS}
         else:
@@ -352,7 +354,7 @@ class JsonLines:
     def write(self, observation: Observation, request: Request, now: int | None) -> None:
         """Append the steps that are over; ``now``: the step that is not (None: all of them are)."""
         new = observation.unread(request, now)
-        lines = [*map(json_line, records(observation.found(new), request, self._names))]
+        lines = [*map(json_line, records(observation.measurements(new), request, self._names))]
         observation.forget_steps(new)
         if not lines:
             return
@@ -418,23 +420,23 @@ class Layers:
         """
         modules = names.modules()
         for pattern in self._unmatched(modules | self._of_graphs()) if modules else ():
-            known, anywhere = sorted(filter(None, modules | self._of_graphs())), f"*.{pattern}"
-            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(known, anywhere) else known)
+            fqns, anywhere = sorted(filter(None, modules | self._of_graphs())), f"*.{pattern}"
+            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(fqns, anywhere) else fqns)
             raise ConfigError(
-                f"{self._call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(known)}."
+                f"{self._call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(fqns)}."
             )
 
     def warn(self) -> None:
         """Say once, after the first observed step, which globs match no layer."""
-        known, self._warned, warned = self._of_graphs(), True, self._warned
-        for pattern in () if warned else self._unmatched(known):
+        fqns, self._warned, warned = self._of_graphs(), True, self._warned
+        for pattern in () if warned else self._unmatched(fqns):
             _log.warning(
                 "%s(layers=[%r]) matches no layer, so nothing is measured for it. Layers: %s.",
-                self._call, pattern, sites(sorted(known)) or "none",
+                self._call, pattern, sites(sorted(fqns)) or "none",
             )  # fmt: skip
 
     def _of_graphs(self) -> set[str]:
         return {gemm.fqn for graph in self._graphs for view in graph.views for gemm in view.gemms}
 
-    def _unmatched(self, known: Collection[str]) -> list[str]:
-        return [pattern for pattern in self.patterns if not fnmatch.filter(known, pattern)]
+    def _unmatched(self, fqns: Collection[str]) -> list[str]:
+        return [pattern for pattern in self.patterns if not fnmatch.filter(fqns, pattern)]

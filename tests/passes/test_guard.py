@@ -194,7 +194,7 @@ def test_a_guard_and_statistics_have_steps_and_layers_of_their_own() -> None:
     assert {(r.step, r.site) for r in statistics} == {(0, "first"), (3, "first")}
     assert {r.stat for r in statistics} == {"max", "sqnr"}
     assert [(f.step, f.site) for f in guard.findings] == [(1, "middle")]
-    assert {*backend.store(Observation)._found} == {0, 3, 5}  # 1 was judged; nobody wants it any more
+    assert {*backend.store(Observation)._by_step} == {0, 3, 5}  # 1 was judged; nobody wants it any more
     guard.stop()
     statistics.stop()
     assert backend.store(Observation).condition(gradients=True) is None

@@ -27,7 +27,7 @@ def test_a_node_stands_behind_its_input_and_in_its_direction() -> None:
     for node in (weight, relu, tangent):
         measuring.tensor(node, NAMES, node.name, like=relu)
     graph.lint()
-    at = {what.tensor: node for node, what in measuring.found.items()}
+    at = {what.tensor: node for node, what in measuring.tensors.items()}
     assert at[relu.name].prev is relu
     forward, backward = measuring.page(backward=False), measuring.page(backward=True)
     assert forward is not None
@@ -42,7 +42,7 @@ def test_a_tensor_is_measured_once_for_each_name() -> None:
     relu = next(node for node in graph.nodes if "relu" in node.name)
     measuring.tensor(relu, NAMES, "output", like=relu)
     measuring.tensor(relu, (*NAMES, ("other", 0)), "output", like=relu)
-    assert [what.names for what in measuring.found.values()] == [NAMES, (("other", 0),)]
+    assert [what.names for what in measuring.tensors.values()] == [NAMES, (("other", 0),)]
     assert measuring.is_measured(("other", 0), "output")
     assert not measuring.is_measured(("other", 0), "input")
 
@@ -56,5 +56,5 @@ def test_vectors_integers_and_empty_tensors_have_no_statistics() -> None:
     measuring = Measuring(graph, Observed())
     for node in list(graph.nodes):
         measuring.tensor(node, NAMES, node.name, like=node)
-    assert measuring.found == {}
+    assert measuring.tensors == {}
     assert measuring.page(backward=False) is None

@@ -65,17 +65,17 @@ def test_each_call_has_tensors_of_its_own_and_they_are_merged() -> None:
         assert tensor.isnan().all()
         tensor.copy_(tensor_parts(part))
     observation.tensors([page("grad_output", backward=True)])  # never filled
-    found = observation.found()
+    found = observation.measurements()
     assert found.keys() == {key(0), key(0, "layer[1]")}
     assert finished(found[key(0)])["std"] == pytest.approx(x.std().item(), rel=1e-5)
-    assert observation.found() == found
+    assert observation.measurements() == found
 
 
 def test_weights_are_the_same_in_each_micro_batch() -> None:
     observation, _ = started()
     for _ in range(3):
         observation.tensors([page("weight")])[0].copy_(tensor_parts(torch.ones(4, 8)))
-    assert observation.found()[key(0, operand="weight")]["numel"] == 32
+    assert observation.measurements()[key(0, operand="weight")]["numel"] == 32
 
 
 def test_tensors_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_tensors_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
     for clock.now in range(20):
         observation.tensors([page()])[0].copy_(tensor_parts(torch.full((2, 2), float(clock.now))))
         assert len(observation._pending) <= 5
-    assert [parts["max"] for k, parts in observation.found().items() if k.site == "layer"] == list(range(20))
+    assert [parts["max"] for k, parts in observation.measurements().items() if k.site == "layer"] == list(range(20))
 
 
 def measure(observation: Observation) -> None:
@@ -107,12 +107,12 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
         measure(observation)
     assert asked == {Observed(layers=("*", "layer")), None}
     assert over == [2, 3]
-    assert {key.step for key in observation.found()} == {0, 1, 2, 4}
-    assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
-    assert {key.step for key in observation.found() if second.takes(key)} == {1, 2}
+    assert {key.step for key in observation.measurements()} == {0, 1, 2, 4}
+    assert {key.step for key in observation.measurements() if first.takes(key)} == {0, 2, 4}
+    assert {key.step for key in observation.measurements() if second.takes(key)} == {1, 2}
     observation.stop(first)
     assert observation.condition(gradients=True) is None
-    assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
+    assert {key.step for key in observation.measurements() if first.takes(key)} == {0, 2, 4}
 
 
 def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> None:
@@ -126,7 +126,7 @@ def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> Non
     observation.forget_steps([0, 1])
     assert observation.unread(request, 2) == []
     assert observation.unread(request, None) == [2]
-    assert {key.step for key in observation.found()} == {2}
+    assert {key.step for key in observation.measurements()} == {2}
     assert not request.takes(_what_if())
 
 
@@ -136,9 +136,9 @@ def test_a_reader_that_keeps_and_one_that_has_not_read_yet() -> None:
     for clock.now in range(2):
         measure(observation)
     observation.forget_steps(observation.unread(early, None))
-    assert observation.found().keys() >= {key(0), key(1)}
+    assert observation.measurements().keys() >= {key(0), key(1)}
     observation.forget_steps(observation.unread(late, None))
-    assert {key.step for key in observation.found()} == {0}  # of the first reader, which keeps them
+    assert {key.step for key in observation.measurements()} == {0}  # of the first reader, which keeps them
 
 
 def _what_if() -> Measured:
@@ -159,8 +159,8 @@ def test_calls_of_a_step_that_never_ends_do_not_pile_up(
             observation.condition(gradients=trains)
             observation.tensors(pages)[0].copy_(tensor_parts(torch.full((2, 2), float(call))))
             assert len(observation._pending) <= 15
-            assert all(len(vectors) <= 6 for vectors in observation._found.get(0, {}).values())
-    found = observation.found()[key(0)]
+            assert all(len(vectors) <= 6 for vectors in observation._by_step.get(0, {}).values())
+    found = observation.measurements()[key(0)]
     assert (found["numel"], found["min"], found["max"]) == (200, 0, 49)
     (text,) = [record.getMessage() for record in caplog.records]
     assert "call step() of the object that backend.observe() returned" in text
@@ -183,6 +183,6 @@ def test_many_micro_batches_of_a_step_are_all_in_it(
             late.pop(0).copy_(tensor_parts(torch.ones(2, 2)))
     for backward in late:
         backward.copy_(tensor_parts(torch.ones(2, 2)))
-    found = observation.found()
+    found = observation.measurements()
     assert (found[key(0)]["numel"], found[key(0, operand="gradient")]["numel"]) == (80, 80)
     assert not caplog.records

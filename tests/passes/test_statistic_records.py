@@ -55,7 +55,7 @@ def test_each_observed_step_is_appended_when_the_next_one_begins(tmp_path: Path)
 def test_steps_that_were_written_are_not_kept(tmp_path: Path) -> None:
     backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"})
     train(backend, tmp_path / "s.jsonl", 4)
-    assert {*backend.store(Observation)._found} == set()
+    assert {*backend.store(Observation)._by_step} == set()
     assert {r.step for r in backend.statistics or ()} == {3}  # the last one is not written yet
 
 

@@ -142,7 +142,7 @@ def train(
     found["gemms"] = len(backend.report.gemms)
     found["state"] = dict(backend.state_dict())
     found["quantized"] = backend.store(SentWeights).quantized
-    found["nan"] = sum(x.numel() for x in backend.store(SentWeights)._memory._known.values())
+    found["nan"] = sum(x.numel() for x in backend.store(SentWeights)._memory._nans.values())
     return found, backend, weakref.ref(model.layers[0])
 
 

@@ -151,8 +151,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the padding of a group holds the first row of the next",
         f"{_NUMERICS}/experts.py",
-        "(source < offs[known])",
-        "(source <= offs[known])",
+        "(source < offs[valid_group])",
+        "(source <= offs[valid_group])",
         ("tests/numerics/test_groups.py",),
     ),
     Fault(
@@ -587,7 +587,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "each GEMM pays the whole quantization",
         "passes/assign/profit.py",
-        "users=len(found),",
+        "users=len(layouts),",
         "users=1,",
         ("tests/passes/test_profit.py",),
     ),
@@ -791,8 +791,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a state row comes from another tensor",
         "passes/connect_scales/scaling_state.py",
-        "taken.append(row.index)",
-        "taken.append(0)",
+        "indices.append(row.index)",
+        "indices.append(0)",
         ("tests/passes/test_scaling_state.py",),
     ),
     Fault(
@@ -1841,15 +1841,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the places of groups are computed for each operand",
         "passes/lower.py",
-        "        if (first := found.setdefault(key, node)) is not node:",
-        "        if (first := found.setdefault(node, node)) is not node:",
+        "        if (first := by_key.setdefault(key, node)) is not node:",
+        "        if (first := by_key.setdefault(node, node)) is not node:",
         ("tests/passes/test_lower.py",),
     ),
     Fault(
         "equal results of a graph are one tensor",
         "passes/lower.py",
-        "if node in known or node in results or not",
-        "if node in known or not",
+        "if node in originals or node in results or not",
+        "if node in originals or not",
         ("tests/passes/test_lower.py",),
     ),
     Fault(
