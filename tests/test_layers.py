@@ -285,3 +285,41 @@ def test_a_test_is_named_by_subject_and_expectation() -> None:
         if isinstance(node, ast.FunctionDef)
     )
     assert [f"{file}: {name}" for name, file in functions if re.match("test_(what|how|why|it)_", name)] == []
+
+
+PARTICIPLES = frozenset({"asked", "found", "known", "taken", "told"})
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names that a module gives to values: variables, attributes, parameters, functions, classes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.FunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+            case ast.Import() | ast.ImportFrom():
+                yield from ((each.asname, node.lineno) for each in node.names if each.asname)
+            case _:
+                pass
+
+
+def test_no_participle_names_a_value() -> None:
+    """A name says what a value is, which "found" and "asked" do not: a reader has to look up who asked for what."""
+    trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+    named = {(name, line, each) for name, tree in trees.items() for each, line in bound_names(tree)}
+    assert sorted(each for each in named if each[2].strip("_") in PARTICIPLES) == []
+
+
+def test_names_of_values_are_seen() -> None:
+    text = """
+def asked(known, *, taken=1): told: int = known
+class Found: pass
+for a, b.held in (c := []): import os as said
+"""
+    names = {name for name, _ in bound_names(ast.parse(text))}
+    assert names == {"asked", "known", "taken", "told", "Found", "a", "held", "c", "said"}
