@@ -4,12 +4,13 @@
     dw = scaled_mm(qdy, qh.columnwise)                  qh_again = quantize(h, columnwise)              (backward)
                                                         dw = scaled_mm(qdy, qh_again.columnwise)
 
-With "speed" this is done only where it costs no traffic. Row-wise recipes read a tensor twice, once for the scales of
-its rows and once for those of its columns, so the columnwise copy of an activation function's result is made next to
-the function's own backward, which reads the same inputs. Otherwise the partitioner, to which the dialect is opaque,
-saves the FP8 copy. With "memory" backward quantizes everything once more, from tensors that are kept anyway (the
-inputs of a norm, of an activation function, of attention), as the partitioner finds out. With one scale per tensor,
-forward's scale is saved, so that backward computes the same bits.
+With "speed" this is done only where it costs little. A large weight lies in memory anyway: backward reads it once more
+for its columnwise copy, in a kernel more; a small one keeps the copy, which takes less than a launch does. Row-wise
+recipes read a tensor twice, once for the scales of its rows and once for those of its columns, so the columnwise copy
+of an activation function's result is made next to the function's own backward, which reads the same inputs. Otherwise
+the partitioner, to which the dialect is opaque, saves the FP8 copy. With "memory" backward quantizes everything once
+more, from tensors that are kept anyway (the inputs of a norm, of an activation function, of attention), as the
+partitioner finds out. With one scale per tensor, forward's scale is saved, so that backward computes the same bits.
 
 With ``save_activations_in_fp8``, the inputs of an activation function between two FP8 GEMMs (SwiGLU's gate and up)
 are kept in E4M3 with one scale per tensor, and backward recomputes the function from them:
@@ -43,7 +44,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8graph.compat.inductor import erase_unused
+from fp8graph.compat.inductor import LARGE, erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
@@ -55,6 +56,7 @@ from fp8graph.ir.nodes import (
     aten,
     in_order,
     is_backward,
+    is_view,
     nodes,
     readers,
     value,
@@ -64,6 +66,7 @@ from fp8graph.ir.quantize_node import Arguments, QuantizeNode, call
 _RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy for a node of its region
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
+_CONVERSIONS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, ops.dequantize)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
@@ -83,11 +86,16 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.arguments.x in free
             sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
-            if compilation.facts.settings.save == "memory" or by_row or sharded:
-                refusal = _check(quantized, decoded_anew=sharded)
+            anew = sharded or _is_large_weight(quantized)
+            if compilation.facts.settings.save == "memory" or by_row or anew:
+                refusal = _check(quantized, decoded_anew=anew)
                 if refusal is None:
-                    _quantize_again(graph, node, decoded_anew=sharded)
-                elif refusal and (site := compilation.site_of(node)) is not None:
+                    _quantize_again(graph, node, decoded_anew=anew)
+                elif (
+                    refusal
+                    and compilation.facts.settings.save == "memory"
+                    and (site := compilation.site_of(node)) is not None
+                ):
                     compilation.refuse("quantized again", site, refusal)
     if compilation.facts.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
@@ -96,6 +104,36 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
                 if GEMM_KEY in node.meta and node in gemms and any(map(is_backward, readers(node))):
                     compilation.refuse("FP8 activation", compilation.sites[node.meta[GEMM_KEY][0]], refusal)
     erase_unused(graph)
+
+
+def _is_large_weight(quantized: QuantizeNode) -> bool:
+    """Whether casting it again takes longer than a launch. A computed one would be kept in the place of its copy."""
+    return sum(value(part).numel() for part in quantized.arguments.parts) >= LARGE and _chains(quantized) is not None
+
+
+def _chains(quantized: QuantizeNode) -> list[list[fx.Node]] | None:
+    """The inputs of the graph that a weight is quantized from, each with its views, casts and decoding.
+
+    None if it is computed in another way, or no weight.
+    """
+    chains: list[list[fx.Node]] = []
+    for node in quantized.arguments.parts if quantized.node.meta[OPERAND_KEY] == "weight" else ():
+        chain = [node]
+        while is_view(chain[0]) or chain[0].target in _CONVERSIONS:
+            chain.insert(0, chain[0].all_input_nodes[0])
+        if chain[0].op != "placeholder":
+            return None
+        chains.append(chain)
+    return chains or None
+
+
+def _computed_again(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
+    """Compute the last node of a chain from the first once more, in backward."""
+    again = {chain[0]: chain[0]}
+    for node in chain[1:]:
+        again[node] = graph.node_copy(node, functools.partial(_replaced, again))
+        again[node].meta["partitioner_tag"] = _BACKWARD
+    return again[chain[-1]]
 
 
 def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
@@ -165,12 +203,17 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> No
             arguments = dataclasses.replace(arguments, scales=_output(graph, forward, "scales"), row=0)
     first = in_order(read)[0]
     with graph.inserting_before(first):
-        # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
-        # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
-        source = insert(graph, aten.clamp_min.default, (arguments.x, -math.inf), like=first)
-        source.meta["partitioner_tag"] = _BACKWARD
+        if (chains := _chains(quantized)) is not None:
+            source, *more = (_computed_again(graph, chain) for chain in chains)
+            arguments = dataclasses.replace(arguments, x=source, more=more or None)
+        else:
+            # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
+            # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
+            source = insert(graph, aten.clamp_min.default, (arguments.x, -math.inf), like=first)
+            source.meta["partitioner_tag"] = _BACKWARD
+            arguments = dataclasses.replace(arguments, x=source)
         rowwise = arguments.rowwise if decoded else []
-        again = _insert(graph, dataclasses.replace(arguments, x=source, rowwise=rowwise), node, like=first)
+        again = _insert(graph, dataclasses.replace(arguments, rowwise=rowwise), node, like=first)
         again.node.meta.pop(USES_KEY, None)  # recorded in forward
         again.node.meta["partitioner_tag"] = _BACKWARD
         remade = {name: _output(graph, again, name) for name in outputs if name in again.names and name != "amax"}

@@ -142,6 +142,7 @@ class Operand:
     users: int = 1  # GEMMs that share them
     fused: bool = True  # into the kernel that makes the tensor; else it is read for the cast (a weight)
     kept: bool = False  # a weight that was quantized before
+    again: bool = False  # backward makes its columnwise copy, and reads it once more for that: a large weight
 
 
 def _launches(operand: Operand, scaling: ScalingName) -> float:
@@ -179,8 +180,9 @@ def gemm_seconds(
     for operand in operands:
         if not operand.kept:
             columnwise = "columnwise" in operand.layouts
-            reads = kind.reads[columnwise] + (not operand.fused)
+            apart = operand.again and len(operand.layouts) > 1
+            reads = kind.reads[columnwise] + (not operand.fused) + (apart and not kind.columns_again)
             moved = operand.elements * (narrow * len(operand.layouts) + wide * reads)
             busy += moved / speed.bandwidth / operand.users
-            launches += _launches(operand, scaling) / operand.users
+            launches += (_launches(operand, scaling) + apart) / operand.users
     return max(busy + launches * speed.launch, launches * speed.host_launch)

@@ -39,8 +39,8 @@ class Settings:
             accumulation, until an update of the weights is noticed: call ``backend.refresh_weights()`` after writing
             to ``.data``. False keeps none. Copies take one byte per element and layout: half of the memory of bf16
             weights in inference, with "update" as much as they.
-        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize them
-            again from tensors that are kept anyway.
+        save: "speed" keeps FP8 columnwise copies of activations for backward, which makes those of large weights again
+            from the weights; "memory" lets backward quantize activations again, too, from tensors that are kept anyway.
         save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
             Backward then reads them rounded; forward does not.
         fuse_linears: fuse linears of one module that share their input into one GEMM (q, k and v; gate and up).

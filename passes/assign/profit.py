@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, size_in_group
+from fp8graph.compat.inductor import LARGE
 from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import matmul_arguments, size_hint, value, value_key
@@ -35,6 +36,7 @@ class Quantized:
     elements: int
     fused: bool = True  # as in roofline.Operand
     kept: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class Uses:
             users=len(layouts),
             fused=quantized.fused,
             kept=quantized.kept,
+            again=quantized.again,
         )
 
 
@@ -218,11 +221,14 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
     assert recipe is not None
     first = views[0]
     keys = tuple(value_key(view.tensor) for view in views)
+    elements = sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views)
+    weight = first.operand == "weight"
     return Quantized(
         key=(keys, recipe.quantizer(first.operand)),
-        elements=sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views),
-        fused=first.operand != "weight",
-        kept=first.operand == "weight" and _keeps_weights(compilation),
+        elements=elements,
+        fused=not weight,
+        kept=weight and _keeps_weights(compilation),
+        again=weight and elements >= LARGE,  # see save_for_backward
     )
 
 

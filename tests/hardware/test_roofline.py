@@ -69,6 +69,10 @@ def test_quantization_cost_in_passes_over_the_tensor() -> None:
     assert cost("row", layouts=BOTH) == pytest.approx(4)  # that of a column is not
     assert cost("mxfp8", layouts=BOTH) == pytest.approx(4)
     assert cost("tensor", kept=True) == pytest.approx(0)
+    assert cost("delayed", fused=False, layouts=BOTH) == pytest.approx(4)
+    assert cost("delayed", fused=False, layouts=BOTH, again=True) == pytest.approx(6)  # read once more, in backward
+    assert cost("delayed", fused=False, again=True) == pytest.approx(3)  # that needs no other layout
+    assert cost("row", layouts=BOTH, again=True) == cost("row", layouts=BOTH)  # it was read twice before
 
 
 def test_the_host_counts_where_the_gpu_waits_for_it() -> None:
@@ -78,6 +82,7 @@ def test_the_host_counts_where_the_gpu_waits_for_it() -> None:
     assert gemm_seconds(H200, *large) == gemm_seconds(REPLAYED, *large)
     assert seconds(H200, 1, "tensor") == pytest.approx((1 + 1) * 7e-6)
     assert seconds(H200, 1, "tensor", layouts=BOTH) == pytest.approx((1 + 2.5) * 7e-6)
+    assert seconds(H200, 1, "tensor", layouts=BOTH, again=True) == pytest.approx((1 + 2.5 + 1) * 7e-6)
     assert seconds(REPLAYED, 1, "tensor") < (1 + 1) * 7e-6
     assert seconds(H200, 8192, "tensor") == seconds(REPLAYED, 8192, "tensor")
 

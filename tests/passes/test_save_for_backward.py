@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from typing import Any, cast
 
@@ -55,6 +56,91 @@ def test_memory_quantizes_again_in_backward() -> None:
     again = "clamp_min_default columnwise"
     assert sorted(memory) == ["# backward", again, "mul rowwise", "primals_1 rowwise", "tangents_1 columnwise"]
     assert memory.index("# backward") < memory.index(again)
+
+
+LARGE = 2048  # rows and columns of a weight whose copy takes longer than a launch
+
+
+def layouts_of_weight(function: Any, *, rows: int = LARGE, grad: bool = True, **settings: Any) -> list[str]:
+    """The lines of a weight [rows, LARGE] that fprop reads and, with ``grad``, dgrad."""
+    x = torch.randn(16, LARGE, requires_grad=grad)
+    module = Weight(lambda w, x: x @ function(w).t(), rows, LARGE)
+    text = stage(module, x, after="save_for_backward", **settings)
+    kept = "\n".join(line for line in text.splitlines() if "quantize_weight" in line or line == "# backward")
+    return [line.split(maxsplit=1)[1] if line[0] != "#" else line for line in quantize_lines(kept)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_large_weight_is_quantized_again_in_backward(recipe: str) -> None:
+    assert layouts_of_weight(lambda w: w, policy=Policy(default=recipe)) == ["rowwise", "# backward", "columnwise"]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        pytest.param(lambda w: w.bfloat16().float(), {}, id="behind casts"),
+        pytest.param(lambda w: w.view(-1).view(LARGE, LARGE), {}, id="behind views"),
+        pytest.param(lambda w: w, {"save": "memory", "rows": 32}, id="a small one, to save memory"),
+    ],
+)
+def test_it_is_one_behind_casts_and_views(function: Any, settings: Any) -> None:
+    assert layouts_of_weight(function, **settings) == ["rowwise", "# backward", "columnwise"]
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        pytest.param(lambda w: w, {"rows": LARGE - 1}, id="small"),
+        pytest.param(lambda w: w.cumsum(0), {}, id="computed: that result would be kept in its place"),
+    ],
+)
+def test_other_weights_keep_their_copies(function: Any, settings: Any) -> None:
+    assert layouts_of_weight(function, **settings) == ["rowwise columnwise", "# backward"]
+
+
+def test_a_weight_that_backward_does_not_read_is_quantized_once() -> None:
+    assert layouts_of_weight(lambda w: w, grad=False) == ["rowwise", "# backward"]
+
+
+class Joined(nn.Module):
+    """Two linears that are multiplied as one: their weights are side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(LARGE, LARGE // 2, bias=False), nn.Linear(LARGE, LARGE // 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x)
+
+
+def test_joined_weights_are_read_again_side_by_side() -> None:
+    """Neither is copied before."""
+    text = stage(Joined(), torch.randn(16, LARGE, requires_grad=True), after="save_for_backward")
+    _, _, backward = text.partition("# backward")
+    (again,) = [line for line in backward.splitlines() if "quantize_weight" in line and "scales=" in line]
+    assert re.search(r"quantize\(primals_\d, .* more=\[primals_\d\]", again)
+
+
+@first_fast("recipe", RECIPES)
+def test_weights_that_are_quantized_again_change_no_number(recipe: str) -> None:
+    """Copies that are kept over steps are not made again."""
+    results: list[list[Tensor]] = []
+    keeps: list[Any] = [True, "update"]
+    for cache in keeps:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = Joined(), torch.randn(16, LARGE, requires_grad=True)
+        backend = eager_backend(Policy(default=recipe), cache_weights=cache)
+        run = torch.compile(model, backend=backend)
+        results.append([r for _ in range(2) for r in step(run, x, parameters=model.parameters())])
+    assert same_bits(*results)
+
+
+@first_fast("recipe", [recipe for recipe in checkpointing.RECIPES if recipe != "bf16"])
+def test_a_llama_layer_keeps_less_than_in_bf16(recipe: str) -> None:
+    """All that backward takes beside parameters: 7 weights would be 208 MiB more."""
+    rows = [checkpointing.count(each, checkpointing.NOTHING, "speed") for each in ("bf16", recipe)]
+    assert rows[1]["kept_mib"] < 0.88 * rows[0]["kept_mib"]
 
 
 def test_the_scale_is_forwards() -> None:

@@ -90,7 +90,7 @@ def count(kernels: Sequence[KernelRecord]) -> list[float]:
 # kind of weight (q, k and v together; o; gate and up together; down).
 MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest kernels are compiled, too: ``COMPILED``
 TILED = ("blockwise", "mxfp8")  # their copies are counted (loops along rows read again what they wrote)
-QUANTIZING = (*MEASURED, "mxfp8")  # forward is also generated with its weights
+QUANTIZING = (*MEASURED, "mxfp8")  # a step is also generated with its weights
 _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     "bf16": (None, "sm_90"),
     **{recipe: (resolve_recipe(recipe), "sm_90") for recipe in MEASURED},
@@ -137,17 +137,22 @@ def of_layer(layer: str) -> dict[str, list[float]]:
 
 
 @kept
-def _forward_with_weights(layer: str) -> tuple[KernelRecord, ...]:
+def _with_weights(layer: str) -> tuple[KernelRecord, ...]:
     recipe, target = LAYERS[layer]
-    kernels = decoder_layer(Policy(default=recipe), target, cache_weights=True)
-    return tuple(triton_kernels(kernels, "forward"))
+    return tuple(triton_kernels(decoder_layer(Policy(default=recipe), target, cache_weights=True)))
 
 
-def weights_in_forward(layer: str) -> list[float]:
-    """The kernels and MiB that forward has more where it quantizes its weights: no copies are kept in training."""
-    kernels, mib = count(_forward_with_weights(layer))
-    without = of_layer(layer)["forward"]
-    return [kernels - without[0], round(mib - without[1], 1)]
+def weights_in_step(layer: str) -> dict[str, list[float]]:
+    """The kernels and MiB that each direction has more where it quantizes its weights: no copies are kept in training.
+
+    Forward makes the rowwise copies, and backward those that it reads.
+    """
+    made: dict[str, list[float]] = {}
+    for direction in DIRECTIONS[:2]:
+        kernels, mib = count([kernel for kernel in _with_weights(layer) if kernel.graph == direction])
+        without = of_layer(layer)[direction]
+        made[direction] = [kernels - without[0], round(mib - without[1], 1)]
+    return made
 
 
 def called_by_layer(layer: str) -> dict[str, int]:
@@ -251,7 +256,7 @@ def _record(part: str) -> dict[str, Any]:
         if layer.partition(" ")[0] in TILED or EXPERTS in layer:
             layers[layer]["copies"] = copies_of_layer(layer)
         if layer in QUANTIZING:
-            layers[layer]["weights_in_forward"] = weights_in_forward(layer)
+            layers[layer]["weights_in_step"] = weights_in_step(layer)
         if EXPERTS in layer:
             layers[layer]["called"] = called_by_layer(layer)
         if layer in COMPILED:

@@ -1665,8 +1665,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "save='memory' is ignored",
         "passes/save_for_backward.py",
-        'if compilation.facts.settings.save == "memory" or by_row or sharded:',
-        "if by_row or sharded:",
+        'if compilation.facts.settings.save == "memory" or by_row or anew:',
+        "if by_row or anew:",
         ("tests/passes/test_save_for_backward.py",),
     ),
     Fault(
