@@ -49,7 +49,9 @@ from fp8graph.passes.recognize import has_fp8_inputs, recognize
 from fp8graph.passes.route_in_fp8 import moves_rows, route_in_fp8
 from fp8graph.passes.save_for_backward import has_backward, save_for_backward
 from fp8graph.passes.share import share
+from fp8graph.passes.share_sigmoid import share_sigmoid
 from fp8graph.passes.smooth import smooth, smooths
+from fp8graph.passes.store_once import store_once
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.write import write
 from fp8graph.runtime.stores import Starter, Store
@@ -102,7 +104,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.
-LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
+LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower, share_sigmoid, store_once)
 
 # Runs on a graph that quantizes weights and writes the results into their kept copies.
 WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)

@@ -26,7 +26,7 @@ from fp8graph import hardware
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.edit import inline, insert, trace
-from fp8graph.ir.nodes import NAMES_KEY, aten, nodes, size_hint, value
+from fp8graph.ir.nodes import NAMES_KEY, PASS_KEY, aten, nodes, size_hint, value
 from fp8graph.ir.quantize_node import QuantizeNode
 
 FEW: Final = 2**20  # one for each token, or each tile of some tokens
@@ -39,6 +39,11 @@ def lower(graph: fx.Graph) -> None:
 def lower_for_torch_alone(graph: fx.Graph) -> None:
     """:func:`lower`, for code that runs without fp8graph: products are torch's own."""
     _replace(graph, ops.REFERENCE | {ops.scaled_mm: functools.partial(hardware.scaled_mm, custom_ops=False)})
+
+
+def is_rewritten(graph: fx.Graph) -> bool:
+    """Whether fp8graph has changed a graph: another one is left to Inductor as it is."""
+    return any(PASS_KEY in node.meta for node in graph.nodes)
 
 
 def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:

@@ -514,6 +514,15 @@ def lower_to_saturating_cast(op: Any, largest: Mapping[torch.dtype, float]) -> N
     register_lowering(op, type_promotion_kind=None)(cast)
 
 
+def lower_to_logistic(op: Any) -> None:
+    """``op(x)`` is the sigmoid of x, FP32: on a GPU Inductor's own, on a CPU ``1 / (exp(-x) + 1)``."""
+
+    def logistic(x: Any) -> Any:
+        return make_pointwise(_one_by_one_plus_exp if x.get_device().type == "cpu" else ops.sigmoid)(x)
+
+    register_lowering(op, type_promotion_kind=None)(logistic)
+
+
 def lower_to_visible(op: Any) -> None:
     """``op(x)`` is x, FP32, and NaN where it is infinite. x is read once."""
 
@@ -536,6 +545,11 @@ def _capability(device: torch.device) -> int:
     """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
     capability = None if device.type == "cpu" else DeviceProperties.create(device).cc
     return capability if isinstance(capability, int) else 0
+
+
+def _one_by_one_plus_exp(x: Any) -> Any:
+    one = ops.constant(1.0, torch.float32)
+    return ops.truediv(one, ops.add(ops.exp(ops.neg(x)), one))
 
 
 def _plus_zero_times_itself(x: Any) -> Any:

@@ -40,6 +40,8 @@ _library.impl("largest", torch.amax, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::largest", torch.amax, lib=_library)
 _library.define("visible(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
 torch.library.register_fake("fp8graph_hints::visible", torch.empty_like, lib=_library)
+_library.define("logistic(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
+torch.library.register_fake("fp8graph_hints::logistic", torch.empty_like, lib=_library)
 _library.define(
     "saturating_cast(Tensor x, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)
 )
@@ -83,6 +85,11 @@ torch.library.register_fake("fp8graph_hints::write_", _fake_write, lib=_library)
 @torch.library.impl("fp8graph_hints::visible", "CompositeExplicitAutograd", lib=_library)
 def _(x: Tensor) -> Tensor:
     return torch.where(x.abs() <= FLT_MAX, x, math.nan)
+
+
+@torch.library.impl("fp8graph_hints::logistic", "CompositeExplicitAutograd", lib=_library)
+def _(x: Tensor) -> Tensor:
+    return (torch.exp(-x) + 1).reciprocal()
 
 
 @torch.library.impl("fp8graph_hints::saturating_cast", "CompositeExplicitAutograd", lib=_library)
@@ -180,6 +187,7 @@ def placed(x: Tensor, places: Tensor, size: int, *, filled: bool) -> Tensor:
 MATERIALIZE: Final = torch.ops.fp8graph_hints.materialize.default
 ARRANGE: Final = torch.ops.fp8graph_hints.arrange.default
 WRITE: Final = torch.ops.fp8graph_hints.write_.default
+LOGISTIC: Final = torch.ops.fp8graph_hints.logistic.default
 inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
 inductor.lower_to_stored(MATERIALIZE)
 inductor.lower_to_join(torch.ops.fp8graph_hints.join.default)
@@ -187,5 +195,6 @@ inductor.lower_to_arranged(ARRANGE)
 inductor.lower_to_written(WRITE)
 inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
 inductor.lower_to_placed(torch.ops.fp8graph_hints.placed.default)
+inductor.lower_to_logistic(LOGISTIC)
 inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)
 inductor.lower_to_saturating_cast(torch.ops.fp8graph_hints.saturating_cast.default, FP8_MAX)
