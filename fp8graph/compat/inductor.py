@@ -23,7 +23,6 @@ from torch._inductor import config as inductor_config
 from torch._inductor import ir, scheduler
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -237,6 +236,7 @@ def nested_fusions() -> list[tuple[Any, str]]:
 
 
 LARGE: Final = 2**22  # elements: a GPU takes longer over them than over a launch
+LONG: Final = 2**14  # elements of a row that a loop reduces
 TILE: Final = 64
 LOOPS: Final = 128  # programs that go along rows: as many as such a GPU has multiprocessors
 MEASURED: Final = (90,)  # compute capabilities: blocks were measured on an H200, whose chip an H100 has, too
@@ -247,10 +247,11 @@ TUNING: Final = (
 
 
 def fix_large_casts() -> None:
-    """Keep Inductor from joining large casts to FP8 over tiles with others; give them the blocks that were fastest.
+    """Keep Inductor from joining large loops with others; give those that quantize the blocks that were fastest.
 
     A combo kernel has blocks of 32 x 32, with 4 warps, and as many programs for each part as the largest part needs: on
-    an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9. Of 26
+    an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9; the
+    rotary embedding's backward took twice as long as in kernels of its own. Of 26
     blocks for tiles, 64 x 64 with 8 warps was within 2 % of the fastest there for a plain cast and SwiGLU's backward,
     13 % for SwiGLU, 20 % for a norm. Loops along rows that also store them transposed (an amax of rows, or one that is
     kept) took up to twice as long with the best of the five to seven blocks that Inductor tries as with those here:
@@ -258,7 +259,7 @@ def fix_large_casts() -> None:
     registers (benchmarks/results/blocks_h200.jsonl). Graphs without the options of :func:`gpu_codegen_patches` are
     compiled as before, and with options that tune more, all blocks. Idempotent.
 
-    GPUs of a kind that was not measured (``MEASURED``) keep the blocks that Inductor tries; their casts are in kernels
+    GPUs of a kind that was not measured (``MEASURED``) keep the blocks that Inductor tries; their loops are in kernels
     of their own, too, since combo kernels have the same blocks everywhere.
 
     Upstream, pytorch#130015 is about casts that are also stored transposed, and pytorch#171671 and pytorch#172527 let
@@ -273,7 +274,7 @@ def fix_large_casts() -> None:
 
     def combinable_nodes(nodes: list[Any]) -> list[Any]:
         ours = inductor_config.combo_kernels_pointwise_only
-        return [node for node in combinable(nodes) if not (ours and _casts(node) and _is_tiled(_tiling(node)))]
+        return [node for node in combinable(nodes) if not (ours and any(map(_is_large, _stored(node))))]
 
     def triton_kernel_kwargs(
         self: Any, kernel_cls: type[Any], features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
@@ -282,29 +283,55 @@ def fix_large_casts() -> None:
         fixed = inductor_config.combo_kernels_pointwise_only and not any(map(default_option, TUNING))
         if not fixed or "fixed_config" in chosen or kernel_kwargs.get("override_persistent_reduction"):
             return chosen
-        nodes = list(features.scheduler_nodes())
-        if (casts := sum(map(_casts, nodes))) and all(_capability(node.get_device()) in MEASURED for node in nodes):
-            blocks = _of_loop(features, groups[0], casts) if features.is_reduction() else _of_tiles(groups[0])
-            if blocks:
-                chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
-        return chosen
+        measured = all(_capability(node.get_device()) in MEASURED for node in features.scheduler_nodes())
+        blocks = _blocks(features, groups[0]) if measured else {}
+        return chosen | {"fixed_config": FixedTritonConfig(blocks)} if blocks else chosen
 
     triton_kernel_kwargs._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
     InductorChoices.triton_kernel_kwargs = triton_kernel_kwargs
     scheduler.ForeachKernelSchedulerNode.combinable_nodes = staticmethod(combinable_nodes)
 
 
-def _casts(node: Any) -> int:
-    """The number of tensors of at least ``LARGE`` FP8 numbers that the loops of a scheduler's node store."""
-    stored = [buffer.node for part in node.get_nodes() for buffer in part.get_outputs()]
-    casts = [each for each in stored if each.get_dtype().is_floating_point and each.get_dtype().itemsize == 1]
-    return sum(V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE for each in casts)
+def _stored(node: Any) -> list[Any]:
+    """The buffers that the loops of a scheduler's node write."""
+    return [buffer.node for part in node.get_nodes() for buffer in part.get_outputs()]
 
 
-def _tiling(node: Any) -> Mapping[str, Any]:
-    """The sizes of the loops of a scheduler's node without reductions, as its kernel will have them."""
-    parts = node.get_nodes()
-    return SIMDScheduling.select_tiling(parts, *parts[0].group[1])
+def _is_large(each: Any) -> bool:
+    """Whether a buffer, or a dependency on one, is of ``LARGE`` elements or more."""
+    return V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE
+
+
+def _is_cast(buffer: Any) -> bool:
+    return buffer.get_dtype().is_floating_point and buffer.get_dtype().itemsize == 1
+
+
+def _blocks(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
+    """The blocks of a kernel; nothing: Inductor is to try some."""
+    stored = [buffer for node in features.scheduler_nodes() for buffer in _stored(node)]
+    casts = sum(_is_cast(buffer) and _is_large(buffer) for buffer in stored)
+    if not features.is_reduction():
+        return _of_tiles(tiling) if casts else {}
+    return _of_loop(features, tiling, casts) if casts else _of_amax(features, tiling)
+
+
+def _of_amax(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
+    """The blocks of a loop that takes amaxes of long rows; nothing: it is another one.
+
+    Inductor has one configuration for it: 4 numbers for each thread, loads of 8 bytes, and too few bytes under way.
+    Each thread gets 8 of bf16 here, 16 bytes. A loop that reads three tensors (SwiGLU's gradient) has more registers
+    than 2048 threads of a multiprocessor may have: fewer warps, of as many numbers each. Counted in code for sm_90; no
+    GPU has timed it.
+    """
+    columns = tiling.get("r0_")
+    if len(tiling) > 2 or not isinstance(columns, int | sympy.Integer) or columns < LONG:
+        return {}
+    kinds = {getattr(getattr(node.node, "data", None), "reduction_type", None) for node in features.reduction_nodes()}
+    if kinds != {"max"} or features.get_reduction_hint() != ReductionHint.INNER:
+        return {}
+    reads = {dependency for node in features.scheduler_nodes() for dependency in node.read_writes.reads}
+    width, warps = (2048, 8) if sum(map(_is_large, reads)) > 2 else (4096, 16)
+    return {"XBLOCK": 1, "R0_BLOCK": width, "num_warps": warps, "num_stages": 1}
 
 
 def _of_tiles(tiling: Mapping[str, Any]) -> dict[str, int]:
