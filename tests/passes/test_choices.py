@@ -118,6 +118,15 @@ def test_kept_weights_cost_nothing_and_gathered_ones_are_not_kept() -> None:
     assert kept == [True, False, False, False]
 
 
+@pytest.mark.parametrize("size", [2**17 - 1, 2**17])
+def test_a_large_weight_is_read_again_in_backward(size: int) -> None:
+    """Of 2**22 numbers: `save_for_backward` has it cast twice."""
+    for choice in choices_of(nn.Linear(32, size, bias=False)):
+        for product in choice.products:
+            for quantized, _ in product.reads:
+                assert quantized.again == (size == 2**17 and quantized.elements == 32 * size and not quantized.fused)
+
+
 def test_a_dynamic_size_counts_as_it_was_traced() -> None:
     model = nn.Linear(4096, 4096, bias=False).to(BF16)
     policy = Policy([Rule("*", "tensorwise")])
