@@ -36,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from operator import getitem
 from typing import Final
 
@@ -48,6 +48,7 @@ from fp8graph.compat.inductor import LARGE, erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
+from fp8graph.ir.naming import parameters_of
 from fp8graph.ir.nodes import (
     CACHED_KEY,
     GEMM_KEY,
@@ -59,6 +60,7 @@ from fp8graph.ir.nodes import (
     is_view,
     nodes,
     readers,
+    size_hint,
     value,
 )
 from fp8graph.ir.quantize_node import Arguments, QuantizeNode, call
@@ -80,22 +82,20 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     candidates = activation_functions(gemms)
     functions = [function for function, refusal in candidates if not refusal]
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
+    parameters = parameters_of(graph, compilation.facts.parameters)
     for node in list(nodes(graph, (ops.quantize,))):
         if not is_backward(node):
             node = _run_again(graph, node)
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.arguments.x in free
             sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
-            anew = sharded or _is_large_weight(quantized)
-            if compilation.facts.settings.save == "memory" or by_row or anew:
-                refusal = _check(quantized, decoded_anew=anew)
+            wanted = compilation.facts.settings.save == "memory" or by_row or sharded
+            chains = _chains(quantized, parameters)
+            if wanted or (chains and _is_large(quantized)):
+                refusal = _check(quantized, decoded_anew=sharded)
                 if refusal is None:
-                    _quantize_again(graph, node, decoded_anew=anew)
-                elif (
-                    refusal
-                    and compilation.facts.settings.save == "memory"
-                    and (site := compilation.site_of(node)) is not None
-                ):
+                    _quantize_again(graph, node, chains, decoded_anew=sharded)
+                elif wanted and refusal and (site := compilation.site_of(node)) is not None:
                     compilation.refuse("quantized again", site, refusal)
     if compilation.facts.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
@@ -106,25 +106,25 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     erase_unused(graph)
 
 
-def _is_large_weight(quantized: QuantizeNode) -> bool:
-    """Whether casting it again takes longer than a launch. A computed one would be kept in the place of its copy."""
-    return sum(value(part).numel() for part in quantized.arguments.parts) >= LARGE and _chains(quantized) is not None
+def _is_large(quantized: QuantizeNode) -> bool:
+    """Whether casting it takes longer than a launch."""
+    return sum(size_hint(value(part).numel()) for part in quantized.arguments.parts) >= LARGE
 
 
-def _chains(quantized: QuantizeNode) -> list[list[fx.Node]] | None:
-    """The inputs of the graph that a weight is quantized from, each with its views, casts and decoding.
+def _chains(quantized: QuantizeNode, parameters: Container[fx.Node]) -> list[list[fx.Node]]:
+    """The parameters that a weight is quantized from, each with its views, casts and decoding.
 
-    None if it is computed in another way, or no weight.
+    Empty if it is computed in another way, or arrives computed: the result would be kept in the place of its copy.
     """
     chains: list[list[fx.Node]] = []
     for node in quantized.arguments.parts if quantized.node.meta[OPERAND_KEY] == "weight" else ():
         chain = [node]
         while is_view(chain[0]) or chain[0].target in _CONVERSIONS:
             chain.insert(0, chain[0].all_input_nodes[0])
-        if chain[0].op != "placeholder":
-            return None
+        if chain[0] not in parameters:
+            return []
         chains.append(chain)
-    return chains or None
+    return chains
 
 
 def _computed_again(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
@@ -187,7 +187,7 @@ def _decoded(quantized: QuantizeNode) -> list[fx.Node]:
     return [user for user in quantized.outputs["rowwise"].users if is_backward(user)]
 
 
-def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> None:
+def _quantize_again(graph: fx.Graph, node: fx.Node, chains: Sequence[Sequence[fx.Node]], *, decoded_anew: bool) -> None:
     """Let backward make the copies that it reads. On observed steps forward makes them, too, to measure them."""
     quantized = QuantizeNode(node)
     arguments, outputs = quantized.arguments, quantized.outputs
@@ -203,7 +203,7 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> No
             arguments = dataclasses.replace(arguments, scales=_output(graph, forward, "scales"), row=0)
     first = in_order(read)[0]
     with graph.inserting_before(first):
-        if (chains := _chains(quantized)) is not None:
+        if chains:
             source, *more = (_computed_again(graph, chain) for chain in chains)
             arguments = dataclasses.replace(arguments, x=source, more=more or None)
         else:

@@ -6,8 +6,8 @@
 
 Inductor decomposes ``silu`` and ``silu_backward`` like this, and sees no function that they share. The amax and the
 cast of SwiGLU's gradient compute both for each element: a quarter of their instructions. Forward is written so, too:
-where backward computes SwiGLU again, it gets forward's bits. They differ by one unit in the last place, in FP32, where
-the sigmoid is no subnormal number.
+where backward computes SwiGLU again, it gets forward's bits. On a CPU they differ from the quotient's by one unit in
+the last place, in FP32, where the sigmoid is no subnormal number.
 
 Refuses (leaves as they are) quotients of other forms or types, and graphs without FP8, whose code is plain Inductor's.
 """
@@ -29,10 +29,12 @@ def share_sigmoid(graph: fx.Graph) -> None:
         return
     quotients = {node: x for node in nodes(graph, (aten.div.Tensor,)) if (x := _argument_of_silu(node)) is not None}
     shared: dict[fx.Node, fx.Node] = {}
-    for x in dict.fromkeys(quotients.values()):
+    for quotient, x in quotients.items():
+        if x in shared:
+            continue
         first, *_ = in_order(x.users)
         with graph.inserting_before(first):
-            shared[x] = insert(graph, LOGISTIC, (x,), like=first)
+            shared[x] = insert(graph, LOGISTIC, (x,), like=quotient)
         shared[x].meta[NAMES_KEY] = ()
         for user in [user for user in x.users if user.target is aten.sigmoid.default]:
             _replace(user, shared[x])
@@ -45,7 +47,7 @@ def share_sigmoid(graph: fx.Graph) -> None:
 def _argument_of_silu(node: fx.Node) -> fx.Node | None:
     """``x``, FP32, if ``node`` is ``x / (exp(-x) + 1)``."""
     x, divisor = node.args
-    if not isinstance(x, fx.Node) or not isinstance(divisor, fx.Node) or value(node).dtype != torch.float32:
+    if not isinstance(x, fx.Node) or not isinstance(divisor, fx.Node) or value(x).dtype != torch.float32:
         return None
     if divisor.target is not aten.add.Tensor or divisor.args[1] != 1 or divisor.kwargs:
         return None

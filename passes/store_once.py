@@ -9,8 +9,8 @@ Inductor computes a broadcast operand again for each element that reads it. A si
 instructions: in the rotary embedding of Llama-3-8B with 8192 tokens they are computed 42 million times in each
 direction, for 1 million angles, and backward's kernel takes six times as long as its traffic. No number changes.
 
-Refuses (leaves as they are) results that no loop over ``LARGE`` elements, and ``TIMES`` as many, reads, and graphs
-without FP8, whose code is plain Inductor's.
+Refuses (leaves as they are) results that no loop over ``LARGE`` elements, and ``TIMES`` as many, reads, those of other
+types than FP32, and graphs without FP8, whose code is plain Inductor's.
 """
 
 from __future__ import annotations
@@ -38,25 +38,23 @@ _COPIES: Final = (aten.cat.default, aten.slice_scatter.default, aten.select_scat
 def store_once(graph: fx.Graph) -> None:
     if not is_rewritten(graph):
         return
+    widest = _widest_readers(graph)
     for node in list(nodes(graph, _EXPENSIVE)):
-        if _is_read_by(node, max(LARGE, TIMES * _numel(node))):
+        # FP32: Inductor rounds to no narrower type before the last product, and a stored result would be rounded
+        if value(node).dtype == torch.float32 and widest[node] >= max(LARGE, TIMES * _numel(node)):
             with graph.inserting_after(node):
                 stored = insert(graph, MATERIALIZE, (node,), like=node)
             stored.meta[NAMES_KEY] = node.meta.get(NAMES_KEY, (node.name,))
             node.replace_all_uses_with(stored, delete_user_cb=lambda user, stored=stored: user is not stored)
 
 
-def _is_read_by(node: fx.Node, elements: int) -> bool:
-    """Whether a loop over at least so many ``elements`` computes ``node``, if that is not stored."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user not in seen and _computes_its_operands(user):
-                if not is_view(user) and _numel(user) >= elements:
-                    return True
-                seen.add(user)
-                pending.append(user)
-    return False
+def _widest_readers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node: the elements of the largest loop that computes it, if it is not stored."""
+    widest: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        readers = [user for user in node.users if _computes_its_operands(user)]
+        widest[node] = max((max(widest[user], 0 if is_view(user) else _numel(user)) for user in readers), default=0)
+    return widest
 
 
 def _computes_its_operands(node: fx.Node) -> bool:

@@ -242,7 +242,8 @@ LOOPS: Final = 128  # programs that go along rows: as many as such a GPU has mul
 MEASURED: Final = (90,)  # compute capabilities: blocks were measured on an H200, whose chip an H100 has, too
 # Options of a user's: they try more blocks, or let several programs share a row.
 TUNING: Final = (
-    "max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning", "triton.force_cooperative_reductions"
+    "max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning",
+    "triton.cooperative_reductions", "triton.force_cooperative_reductions",
 )  # fmt: skip
 
 
@@ -251,13 +252,14 @@ def fix_large_casts() -> None:
 
     A combo kernel has blocks of 32 x 32, with 4 warps, and as many programs for each part as the largest part needs: on
     an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9; the
-    rotary embedding's backward took twice as long as in kernels of its own. Of 26
-    blocks for tiles, 64 x 64 with 8 warps was within 2 % of the fastest there for a plain cast and SwiGLU's backward,
-    13 % for SwiGLU, 20 % for a norm. Loops along rows that also store them transposed (an amax of rows, or one that is
-    kept) took up to twice as long with the best of the five to seven blocks that Inductor tries as with those here:
-    lower or higher ones, with more warps; with many results, or rows across the order in memory, 32 warps have too few
-    registers (benchmarks/results/blocks_h200.jsonl). Graphs without the options of :func:`gpu_codegen_patches` are
-    compiled as before, and with options that tune more, all blocks. Idempotent.
+    rotary embedding's backward took twice as long as in kernels of its own.
+
+    Of 26 blocks for tiles, 64 x 64 with 8 warps was within 2 % of the fastest there for a plain cast and SwiGLU's
+    backward, 13 % for SwiGLU, 20 % for a norm. Loops along rows that also store them transposed (an amax of rows, or
+    one that is kept) took up to twice as long with the best of the five to seven blocks that Inductor tries as with
+    those here: lower or higher ones, with more warps; with many results, or rows across the order in memory, 32 warps
+    have too few registers (benchmarks/results/blocks_h200.jsonl). Graphs without the options of
+    :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all blocks. Idempotent.
 
     GPUs of a kind that was not measured (``MEASURED``) keep the blocks that Inductor tries; their loops are in kernels
     of their own, too, since combo kernels have the same blocks everywhere.

@@ -181,7 +181,7 @@ def gemm_seconds(
         if not operand.kept:
             columnwise = "columnwise" in operand.layouts
             apart = operand.again and len(operand.layouts) > 1
-            reads = kind.reads[columnwise] + (not operand.fused) + (apart and not kind.columns_again)
+            reads = kind.reads[columnwise] + (not operand.fused) + apart * kind.reads_apart
             moved = operand.elements * (narrow * len(operand.layouts) + wide * reads)
             busy += moved / speed.bandwidth / operand.users
             launches += (_launches(operand, scaling) + apart) / operand.users

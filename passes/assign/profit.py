@@ -23,7 +23,7 @@ from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, s
 from fp8graph.compat.inductor import LARGE
 from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import matmul_arguments, size_hint, value, value_key
+from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
 from fp8graph.recipes import GemmName, Layout, Recipe, Scaling
 
@@ -228,7 +228,7 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
         elements=elements,
         fused=not weight,
         kept=weight and _keeps_weights(compilation),
-        again=weight and elements >= LARGE,  # see save_for_backward
+        again=weight and elements >= LARGE and gemm.node.target not in GROUPED,  # see save_for_backward
     )
 
 

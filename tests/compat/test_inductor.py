@@ -330,6 +330,14 @@ def test_amaxes_of_whole_tensors_load_16_bytes_at_a_time(function: Any, reads: i
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_programs_that_share_a_row_keep_the_blocks_of_inductor() -> None:
+    w = torch.empty(8192, 4096, dtype=torch.bfloat16)
+    with inductor_config.patch({"triton.cooperative_reductions": True}):
+        kernels = triton_kernels(generate(lambda w: [w.abs().amax()], [w]).kernels)
+    assert not any("fixed_config(" in (kernel.source or "") for kernel in kernels)
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_a_gpu_of_another_vendor_keeps_its_blocks_and_the_clamp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its warps have 64 threads, and its casts are not known to saturate."""
     properties = SimpleNamespace(create=lambda device: SimpleNamespace(cc="gfx950", warp_size=64))  # pyright: ignore

@@ -72,7 +72,7 @@ def test_quantization_cost_in_passes_over_the_tensor() -> None:
     assert cost("delayed", fused=False, layouts=BOTH) == pytest.approx(4)
     assert cost("delayed", fused=False, layouts=BOTH, again=True) == pytest.approx(6)  # read once more, in backward
     assert cost("delayed", fused=False, again=True) == pytest.approx(3)  # that needs no other layout
-    assert cost("row", layouts=BOTH, again=True) == cost("row", layouts=BOTH)  # it was read twice before
+    assert cost("mxfp8", layouts=BOTH, again=True) == cost("mxfp8", layouts=BOTH)  # it was read twice before
 
 
 def test_the_host_counts_where_the_gpu_waits_for_it() -> None:

@@ -29,6 +29,7 @@ from helpers import (
     eager_backend,
     first_fast,
     first_slow,
+    passed,
     same_bits,
     stage,
     step,
@@ -83,7 +84,7 @@ def test_a_large_weight_is_quantized_again_in_backward(recipe: str) -> None:
         pytest.param(lambda w: w, {"save": "memory", "rows": 32}, id="a small one, to save memory"),
     ],
 )
-def test_it_is_one_behind_casts_and_views(function: Any, settings: Any) -> None:
+def test_a_weight_behind_casts_and_views_is_quantized_again_in_backward(function: Any, settings: Any) -> None:
     assert layouts_of_weight(function, **settings) == ["rowwise", "# backward", "columnwise"]
 
 
@@ -96,6 +97,51 @@ def test_it_is_one_behind_casts_and_views(function: Any, settings: Any) -> None:
 )
 def test_other_weights_keep_their_copies(function: Any, settings: Any) -> None:
     assert layouts_of_weight(function, **settings) == ["rowwise columnwise", "# backward"]
+
+
+def test_a_weight_that_arrives_computed_keeps_its_copy() -> None:
+    """As behind a graph break: it would be kept in FP32."""
+    w = torch.randn(LARGE, LARGE, requires_grad=True)
+    x = torch.randn(16, LARGE, requires_grad=True)
+    text = around(view_of(lambda w, x: nn.functional.linear(x, w), w, x), "save_for_backward")[1]
+    _, _, backward = text.partition("# backward")
+    assert "scaled_mm" in backward
+    assert "clamp_min" not in backward
+    assert "keep_scales=True" not in text
+
+
+def test_a_size_that_changes_is_read_without_a_guard() -> None:
+    backend = eager_backend(Policy(default="tensorwise"))
+    run = torch.compile(nn.Linear(4096, 64, bias=False), backend=backend, dynamic=True)
+    for rows in (512, 768, 1040, 2048, 800):
+        run(torch.randn(rows, 4096, requires_grad=True)).sum().backward()
+    assert len(backend.report.graphs) == 1
+
+
+def test_rows_that_a_mask_selects_go_to_experts() -> None:
+    """The data decide their number."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 48, LARGE, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x[mask.nonzero().squeeze(1)], self.w.transpose(-2, -1), offs=ends)
+
+    x = torch.randn(4096, LARGE, dtype=torch.bfloat16, requires_grad=True)
+    mask, ends = torch.arange(4096) < 32, torch.tensor([16, 32], dtype=torch.int32)
+    backend = eager_backend(Policy(default="rowwise"))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.compile(Masked(), backend=backend)(x, mask, ends).shape == (32, 48)
+    assert {gemm.recipe for gemm in backend.report.gemms} == {"rowwise"}
+
+
+def test_experts_that_are_gathered_keep_their_copies_and_the_report_says_so() -> None:
+    args = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True), torch.tensor([8, 16], dtype=torch.int32)
+    _, compilation = passed(Experts(), *args, last="save_for_backward", gathered=frozenset({0, 1}))
+    reasons = [(each.fqn, each.reason) for each in compilation.refusals if each.what == "quantized again"]
+    assert ("w", "the operands of grouped GEMMs are kept as they are") in reasons
 
 
 def test_a_weight_that_backward_does_not_read_is_quantized_once() -> None:
@@ -236,15 +282,16 @@ def test_checkpointed_activations_are_not_quantized_again() -> None:
     }
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.w.transpose(-2, -1), offs=ends)
+
+
 def test_operands_of_experts_are_not_quantized_again() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
-
-        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-            return torch._grouped_mm(x, self.w.transpose(-2, -1), offs=ends)
-
     args = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True), torch.tensor([8, 16], dtype=torch.int32)
     assert refused(Experts(), *args) == [("w", "the operands of grouped GEMMs are kept as they are")]
 

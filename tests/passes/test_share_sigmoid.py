@@ -73,6 +73,7 @@ def test_numbers_differ_by_a_unit_in_the_last_place() -> None:
         pytest.param(lambda x: (x * 2) / (torch.exp(-x) + 1), id="another numerator"),
         pytest.param(lambda x: 1 / (torch.exp(-x) + 1), id="a sigmoid"),
         pytest.param(lambda x: silu(x.double()), id="in FP64"),
+        pytest.param(lambda x: silu(x.int()), id="of integers"),
         pytest.param(lambda x: torch.sigmoid(x), id="Inductor's sigmoid"),
     ],
 )

@@ -60,6 +60,7 @@ def test_no_number_changes() -> None:
         pytest.param(lambda q, angles: q * angles.cos(), ((4, 8192, 128), (8192, 128)), id="read four times"),
         pytest.param(lambda q, angles: q + (angles.cos() @ angles.t()).sum(), (Q, ANGLES), id="stored by a GEMM"),
         pytest.param(lambda q, angles: q * angles.exp(), (Q, ANGLES), id="a few instructions"),
+        pytest.param(lambda q, angles: q * angles.bfloat16().cos(), (Q, ANGLES), id="it would be rounded"),
     ],
 )
 def test_results_that_are_not_stored(function: Any, shapes: Any) -> None:

@@ -1665,8 +1665,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "save='memory' is ignored",
         "passes/save_for_backward.py",
-        'if compilation.facts.settings.save == "memory" or by_row or anew:',
-        "if by_row or anew:",
+        'wanted = compilation.facts.settings.save == "memory" or by_row or sharded',
+        "wanted = by_row or sharded",
         ("tests/passes/test_save_for_backward.py",),
     ),
     Fault(
@@ -1869,14 +1869,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "forward keeps the columnwise copies of large weights",
         "passes/save_for_backward.py",
-        "anew = sharded or _is_large_weight(quantized)",
-        "anew = sharded",
+        "if wanted or (chains and _is_large(quantized)):",
+        "if wanted:",
         ("tests/passes/test_save_for_backward.py",),
     ),
     Fault(
         "a computed weight is kept in the place of its copy",
         "passes/save_for_backward.py",
-        'if chain[0].op != "placeholder":',
+        "if chain[0] not in parameters:",
         'if chain[0].op == "output":',
         ("tests/passes/test_save_for_backward.py",),
     ),
@@ -1890,7 +1890,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "no weight counts as large in the speed model",
         "passes/assign/profit.py",
-        "again=weight and elements >= LARGE,",
+        "again=weight and elements >= LARGE and gemm.node.target not in GROUPED,",
         "again=False,",
         ("tests/passes/test_choices.py", "tests/passes/test_profit.py"),
     ),

@@ -165,6 +165,9 @@ class Scaling(ABC):
     # (too), how often it is read once more before it can be cast. Scales of the whole tensor, or of all of a column,
     # need that; tiles that lie along columns are cast in a separate pass. Counted in generated code.
     reads: ClassVar[tuple[int, int]]
+    # How often it is read once more where its copies are made apart: the rowwise one of a weight in forward, and the
+    # columnwise one in backward.
+    reads_apart: ClassVar[int] = 1
     # The kernels of the same, producers that nothing fuses into (attention) and the update of amax histories included:
     # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
     # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24

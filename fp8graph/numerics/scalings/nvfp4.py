@@ -41,6 +41,7 @@ class NVFP4(Tiled):
     not_sent = "NVFP4 tensors are never sent quantized: two numbers per byte, and a scale of the whole tensor"
     # the launches of both the amax of the whole tensor and tiles: not counted
     reads, launches, gemm_launches, rate = (1, 2), (3.0, 4.0), 2, 1.0
+    reads_apart = 0
 
     def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
         return [*super().outputs(layouts, keep_scales), *(f"{layout}_global_scale_inv" for layout in layouts)]
