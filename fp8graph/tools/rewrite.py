@@ -31,6 +31,7 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
+from fp8graph.passes.lower import lower as lower_dialect
 from fp8graph.recipes import Recipe, RecipeLike, autocast
 from fp8graph.report import Report
 from fp8graph.runtime.policies import Policies, PolicyLike
@@ -160,7 +161,7 @@ def lower(graph_module: fx.GraphModule, state: Sequence[Tensor] = ()) -> fx.Grap
     expect("lower", "graph_module", graph_module, fx.GraphModule, "a torch.fx.GraphModule")
     module = _copy(graph_module, (), 0)
     _keep(module, state)
-    LowerPass("")(module.graph)
+    LowerPass("", passes=(lower_dialect,))(module.graph)  # the bits of the graph that was given
     module.recompile()
     return module
 
