@@ -34,11 +34,11 @@ class Settings:
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
         target: the hardware to decide for, such as "cpu", "sm_90" or "gfx942"; default: the device of the tensors.
         cache_weights: True keeps FP8 copies of the weights where no gradients are computed, and looks whether they are
-            still those of the weights (see ``passes/hoist_weights/``); where gradients are computed, each forward
-            quantizes the weights that it reads. "update" keeps copies there too, over the micro-batches of gradient
-            accumulation, until an update of the weights is noticed: call ``backend.refresh_weights()`` after writing
-            to ``.data``. False keeps none. Copies take one byte per element and layout: half of the memory of bf16
-            weights in inference, with "update" as much as they.
+            still those of the weights (see ``passes/hoist_weights/``); where gradients are computed, each forward and
+            each backward quantizes the weights that it reads. "update" keeps copies there too, over the micro-batches
+            of gradient accumulation, until an update of the weights is noticed: call ``backend.refresh_weights()``
+            after writing to ``.data``. False keeps none. Copies take one byte per element and layout: half of the
+            memory of bf16 weights in inference, with "update" as much as they.
         save: "speed" keeps FP8 columnwise copies of activations for backward, which makes those of large weights again
             from the weights; "memory" lets backward quantize activations again, too, from tensors that are kept anyway.
         save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
