@@ -14,6 +14,9 @@ Refuses (leaves as they are) quotients of other forms or types, and graphs witho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -35,7 +38,7 @@ def share_sigmoid(graph: fx.Graph) -> None:
         first, *_ = in_order(x.users)
         with graph.inserting_before(first):
             shared[x] = insert(graph, LOGISTIC, (x,), like=quotient)
-        shared[x].meta[NAMES_KEY] = ()
+        shared[x].meta[NAMES_KEY] = tuple(name for node in _denominator(quotient) for name in _names(node))
         for user in [user for user in x.users if user.target is aten.sigmoid.default]:
             _replace(user, shared[x])
     for node, x in quotients.items():
@@ -60,7 +63,18 @@ def _argument_of_silu(node: fx.Node) -> fx.Node | None:
     return x if chain[-1] is x else None
 
 
+def _denominator(quotient: fx.Node) -> list[fx.Node]:
+    """The nodes of ``exp(-x) + 1``, for the report: the sigmoid computes them."""
+    (total,) = quotient.args[1:]
+    (exponential,) = cast(fx.Node, total).all_input_nodes
+    return [*exponential.all_input_nodes, exponential, cast(fx.Node, total)]
+
+
+def _names(node: fx.Node) -> Sequence[str]:
+    return node.meta.get(NAMES_KEY, (node.name,))
+
+
 def _replace(node: fx.Node, other: fx.Node) -> None:
     """Let ``other`` take the place and the names of ``node``."""
-    other.meta[NAMES_KEY] = (*other.meta.get(NAMES_KEY, ()), *node.meta.get(NAMES_KEY, (node.name,)))
+    other.meta[NAMES_KEY] = (*other.meta.get(NAMES_KEY, ()), *_names(node))
     node.replace_all_uses_with(other)

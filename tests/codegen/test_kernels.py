@@ -200,8 +200,8 @@ def test_kernels_and_bytes_of_weights_in_a_step(layer: str, data: dict[str, Any]
 def test_weights_are_read_as_often_as_the_recipe_needs(data: dict[str, Any]) -> None:
     """416 MiB of weights in bf16, and as much of both FP8 layouts. Tiles of 1x32 read q, k and v a third time.
 
-    Tiles of 128x128 do so twice with torch 2.11. In a step, backward reads weights once more for the columnwise copy, unless
-    that has scales of its own; tiles of 128x128 have their amaxes taken again.
+    Tiles of 128x128 do so twice with torch 2.11. In a step, backward reads weights once more for the columnwise copy,
+    unless that has scales of its own; tiles of 128x128 have their amaxes taken again.
     """
     again = 48 / 416
     reads = {"delayed": 1, "tensorwise": 2, "rowwise": 2, "blockwise": 2, "mxfp8": 2 + again}

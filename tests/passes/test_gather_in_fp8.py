@@ -185,7 +185,7 @@ def test_without_fsdp2_a_weight_is_kept() -> None:
 
 @pytest.mark.slow
 @OF_ONE_INDUCTOR
-@pytest.mark.parametrize(("recipe", "forward", "backward"), [("tensorwise", 8, 8), ("delayed", 8, 7)])
+@pytest.mark.parametrize(("recipe", "forward", "backward"), [("tensorwise", 8, 9), ("delayed", 8, 7)])
 def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
     """sm_90, generated without one: an amax and a cast of the shard, and one columnwise copy after the gather."""
     report = fp8graph.explain(
