@@ -17,6 +17,7 @@ from fp8graph.backend.coverage import (
     adopt_in_time,
     check_compiled,
     check_dequantized,
+    check_faster,
     check_quantized_once,
     check_read,
     check_rules,
@@ -307,6 +308,7 @@ class Backend(BackendMethods):
             self.report.check()
         check_rules(self)
         check_dequantized(self)
+        check_faster(self)
         self._checked = True
 
     def called(self, *, again: bool) -> None:

@@ -109,6 +109,20 @@ def check_rules(backend: Reports) -> None:
         )
 
 
+def check_faster(backend: Reports) -> None:
+    """After the first step: warn, once for each backend, if every GEMM is left as it is since FP8 would be slower."""
+    gemms = backend.report.gemms
+    slow = [gemm for gemm in gemms if gemm.by_profitability]
+    if slow and all(gemm.recipe is None for gemm in gemms) and "nothing is faster" not in backend.said:
+        backend.said.add("nothing is faster")
+        first = max(slow, key=lambda gemm: gemm.speedup or 0.0)
+        text = (
+            f"None of the {len(gemms)} GEMMs runs in FP8: the speed model predicts no gain. {first.name} "
+            f"{first.part}: {first.reason}. Larger batches gain more; Policy(min_speedup=0) puts them into FP8 anyway."
+        )
+        _log.warning("%s", text)  # in strict mode, too: a policy may ask for speed alone
+
+
 def note_dequantized(backend: Reports, layers: Iterable[tuple[str, str, torch.dtype]]) -> None:
     """Remember layers for :func:`check_dequantized`: name, class of the weight, dtype of its numbers."""
     backend.dequantized.update((name, f"{kind}, {dtype}") for name, kind, dtype in layers)

@@ -8,8 +8,9 @@ GEMMs that share a quantization (q, k and v read one tensor) split its cost (``p
 are cached in FP8 cost nothing.
 
 A launch costs twice: the GPU waits between two kernels, and the host has to issue each, while the GPU works on earlier
-ones. So a GEMM takes the longer of the two; only a small one waits for the host. In a CUDA graph
-(``mode="reduce-overhead"``, ``"max-autotune"``) the host issues nothing (:meth:`Speed.replayed`).
+ones. The first is part of the time of a GEMM. The second says how fast a whole graph can be at best
+(``passes/assign/clock.py``): the host runs ahead while large kernels run, and small ones catch up with it. In a CUDA
+graph (``mode="reduce-overhead"``, ``"max-autotune"``) the host issues nothing (:meth:`Speed.replayed`).
 
 The constants are the vendors' peak rates times the share that GEMMs reach; ``fp8graph bench --calibrate`` measures a
 machine and writes a file that replaces them (``Backend(target="h200.json")``). They show where FP8 cannot be faster
@@ -18,7 +19,10 @@ machine and writes a file that replaces them (``Backend(target="h200.json")``). 
 Sources: NVIDIA's data sheets and architecture white papers, dense rates. On an H200 SXM, large GEMMs in bf16 reached 78
 to 81 % of these (769 to 798 TFLOP/s), and a copy 90 % (4.3 TB/s); in FP8 GEMMs reached 63 to 68 % (1,240 to 1,347
 TFLOP/s with ``_scaled_mm`` on an H100, pytorch/pytorch#143465): 1.70 x bf16. The end of one kernel and that of a next,
-empty one are 2 us apart (torchao, benchmarks/float8). 7 us of the host per launch is an estimate (6 to 15 us).
+empty one are 2 us apart (torchao, benchmarks/float8). The host of an H200 took 41 to 50 us per launch of a compiled
+training step of two Llama-3-8B layers in bf16, and as much under tensorwise (``benchmarks/results/first_hour``, section
+``layers``: host_ms over launches), of which a part is once per step; from 34 to 50 us, the model says of each of six
+recorded narrow layers whether FP8 makes it faster by the clock. 40 us is the default.
 """
 
 from __future__ import annotations
@@ -43,6 +47,11 @@ from fp8graph.recipes import Scaling as ScalingName
 # By scaling: the share of the per-tensor rate that its GEMM reaches.
 RATES: Final[Mapping[str, float]] = {name: kind.rate for name, kind in SCALINGS.items()}
 BF16_SHARE: Final = 0.80  # of a data sheet's dense bf16 rate that large GEMMs reach
+# Of the rate of bf16 GEMMs: FlashAttention-2 reaches 35 % of an H100's peak (arXiv 2407.08608).
+ATTENTION_SHARE: Final = 0.5
+# Bytes that go through memory for each byte that goes into and comes out of a linear: a Llama-3-8B layer in bf16 moves
+# 3394 MiB (tests/codegen/test_kernels.py) of 8192 tokens with 81,920 such numbers each.
+MOVED: Final = 3394 * 2**20 / (8192 * 81_920 * 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ class Speed:
     fp4_flops: float
     bandwidth: float  # bytes
     launch: float  # seconds that the GPU loses between two kernels
-    host_launch: float = 7e-6  # seconds that the host takes to launch one, while the GPU works; 0: in a CUDA graph
+    host_launch: float = 40e-6  # seconds of the host per kernel of a compiled step, while the GPU works; 0: CUDA graph
     rates: Mapping[str, float] = field(default_factory=lambda: RATES, hash=False)  # by scaling, as parts of fp8_flops
 
     def __post_init__(self) -> None:
@@ -145,11 +154,24 @@ class Operand:
     again: bool = False  # backward makes its columnwise copy, and reads it once more for that: a large weight
 
 
-def _launches(operand: Operand, scaling: ScalingName) -> float:
-    columnwise, kind = "columnwise" in operand.layouts, SCALINGS[scaling]
+def gemm_launches(scaling: ScalingName | None = None, operands: tuple[Operand, ...] = ()) -> float:
+    """The kernels of one GEMM in high precision, or in FP8 with its share of the quantizations of ``operands``."""
+    if scaling is None:
+        return 1.0
+    kind = SCALINGS[scaling]
+    return kind.gemm_launches + sum(_launches(each, kind) / each.users for each in operands if not each.kept)
+
+
+def _launches(operand: Operand, kind: Scaling) -> float:
+    columnwise = "columnwise" in operand.layouts
     if operand.elements <= hints.FEW and not columnwise and kind.launches_of_few is not None:
         return kind.launches_of_few
-    return kind.launches[columnwise]
+    return kind.launches[columnwise] + _apart(operand)
+
+
+def _apart(operand: Operand) -> bool:
+    """Whether the two layouts are made apart from each other, forward's and backward's."""
+    return operand.again and len(operand.layouts) > 1
 
 
 def gemm_seconds(
@@ -162,7 +184,7 @@ def gemm_seconds(
     operands: tuple[Operand, ...] = (),
     batch: int = 1,
 ) -> float:
-    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and the quantization of ``operands``.
+    """The GPU's time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling``, ``operands`` quantized.
 
     One kernel multiplies a ``batch`` of them, in high precision.
     """
@@ -171,18 +193,15 @@ def gemm_seconds(
     if scaling is None:
         rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
         busy = max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
-        return max(speed.launch + batch * busy, speed.host_launch)
+        return speed.launch + batch * busy
     kind = SCALINGS[scaling]
     narrow = 1.0 / kind.packed  # bytes per number
     rate = speed.low_precision_flops(kind)
-    launches: float = kind.gemm_launches
     busy = max(flops / rate, (narrow * (m * k + k * n) + wide * m * n) / speed.bandwidth)
     for operand in operands:
         if not operand.kept:
             columnwise = "columnwise" in operand.layouts
-            apart = operand.again and len(operand.layouts) > 1
-            reads = kind.reads[columnwise] + (not operand.fused) + apart * kind.reads_apart
+            reads = kind.reads[columnwise] + (not operand.fused) + _apart(operand) * kind.reads_apart
             moved = operand.elements * (narrow * len(operand.layouts) + wide * reads)
             busy += moved / speed.bandwidth / operand.users
-            launches += (_launches(operand, scaling) + apart) / operand.users
-    return max(busy + launches * speed.launch, launches * speed.host_launch)
+    return busy + gemm_launches(scaling, operands) * speed.launch

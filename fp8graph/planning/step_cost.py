@@ -7,11 +7,10 @@ if the policy allows it and it pays (``passes/assign/profit.py``), as in the com
 (``workload.py``) take the time that ``Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares
 results with published ones.
 
-Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
-reach); tests/codegen/test_kernels.py for the bytes that a Llama-3-8B layer moves beside GEMMs and attention; NVIDIA's
-H100 data sheet and DGX B200 user guide (NVLink 4 and 5: 450 and 900 GB/s per direction; one port of 400 Gb/s per GPU
-between nodes); NCCL's src/graph/tuning.cc (rings and trees; 3.4 us per hop over NVLink, 14 us over the network). That
-collectives reach 80 % of NVLink and 90 % of the network is an assumption: nccl-tests measures it.
+Sources: ``speed.py`` for each GPU; NVIDIA's H100 data sheet and DGX B200 user guide (NVLink 4 and 5: 450 and 900 GB/s
+per direction; one port of 400 Gb/s per GPU between nodes); NCCL's src/graph/tuning.cc (rings and trees; 3.4 us per hop
+over NVLink, 14 us over the network). That collectives reach 80 % of NVLink and 90 % of the network is an assumption:
+nccl-tests measures it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
-from fp8graph.hardware.speed import Speed, gemm_seconds
+from fp8graph.hardware.speed import ATTENTION_SHARE, MOVED, Speed, gemm_seconds
 from fp8graph.ir.collectives import bytes_sent
 from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
 from fp8graph.planning.workload import Collective, Linear, Mesh, Workload, collectives, fsdp_units
@@ -34,9 +33,6 @@ from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolv
 from fp8graph.report.tables import aligned
 
 RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
-ATTENTION_SHARE: Final = 0.5  # of the rate of bf16 GEMMs
-# By numbers that go into and come out of linears: 3394 MiB in bf16, of 8192 tokens with 81,920 such numbers each.
-MOVED: Final = 3394 * 2**20 / (8192 * 81_920 * 2)
 _HEADER: Final = ("recipe", "step ms", "speedup", "tokens/s/GPU", "GEMMs ms", "others ms", "exposed ms")
 
 

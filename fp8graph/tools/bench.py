@@ -1,8 +1,9 @@
 """``fp8graph bench``: measures what FP8 gains on this machine, and the rates that the speed model decides with.
 
-``calibrate`` measures the fields of ``speed.Speed``: the rates that large GEMMs reach, the bandwidth of a copy and the
-cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures
-forward and backward of one compiled linear, in bf16 and FP8 in turns, and compares them with the model's prediction.
+``calibrate`` measures the fields of ``speed.Speed``: the rates that large GEMMs reach, the bandwidth of a copy, and
+what one more kernel costs the GPU and the host. A scaling whose GEMM fails is left out and keeps the model's rate.
+``linears`` measures forward and backward of one compiled linear, in bf16 and FP8 in turns, and compares them with the
+model's prediction.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
 SIZE: Final = 8192  # of the square GEMMs
 COPY: Final = 2**30  # bytes
 SHAPES: Final = ((512, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 8192, 8192))
+SMALL: Final = 50  # kernels behind a large GEMM: the host launches them while that runs
+LAYERS: Final = (4, 20)  # of the two compiled models whose steps differ by the launches of layers alone
+LAUNCHES: Final = 5  # of one: fprop and GELU; GELU's gradient, dgrad and wgrad
 _RECIPES: Final[dict[Scaling, str]] = {
     "tensor": "tensorwise", "row": "rowwise", "block": "blockwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
 }  # fmt: skip
@@ -77,14 +81,29 @@ class Calibration:
     failed: str = ""  # why the last scaling has no measured rate; it keeps the one of ``RATES``
 
 
-def calibrate(device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
+def calibrate(
+    device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: int = COPY, compiler: str = "inductor"
+) -> Iterator[Calibration]:
     """Measure ``device``: first the rates that every prediction needs, then each scaling. Each yield is complete.
 
     Args:
         size: the size of the square GEMMs; large ones reach their full rate.
         copy: the bytes of the copy, many times the size of the caches.
+        compiler: of the steps whose launches are timed.
     """
     flops = 2.0 * size**3
+    one = torch.ones((), device=device)
+
+    def gpu_launch() -> float:
+        """Seconds from the end of one kernel to that of a next one that does next to nothing."""
+        a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+
+        def run(kernels: int) -> None:
+            torch.mm(a, a)
+            for _ in range(kernels):
+                one.add_(1.0)
+
+        return _slope(0, SMALL, [seconds(lambda kernels=kernels: run(kernels)) for kernels in (0, SMALL)])
 
     def rate(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -99,7 +118,6 @@ def calibrate(device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: in
     fp8 = fp8_rate(first)
     source = torch.empty(copy, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    one = torch.ones((), device=device)
     speed = Speed(
         name=hardware.device_name(device),
         bf16_flops=rate(torch.bfloat16),
@@ -107,7 +125,8 @@ def calibrate(device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: in
         fp8_flops=fp8,
         fp4_flops=fp8,
         bandwidth=2 * copy / seconds(lambda: target.copy_(source)),
-        launch=seconds(lambda: one.add_(1.0), iterations=1000),  # one after the other, nothing to compute
+        launch=gpu_launch(),
+        host_launch=_slope(*LAYERS, [seconds(narrow_step(n, device, compiler)) for n in LAYERS]) / LAUNCHES,
     )
     yield (done := Calibration(speed=speed, measured=(first,)))
     for scaling in others:
@@ -123,6 +142,25 @@ def calibrate(device: torch.device, gpu: Hardware, *, size: int = SIZE, copy: in
         else:
             speed = dataclasses.replace(done.speed, rates={**done.speed.rates, scaling: flops_reached / fp8})
         yield (done := Calibration(speed=speed, measured=(*done.measured, scaling)))
+
+
+def _slope(few: int, many: int, times: Sequence[float]) -> float:
+    """Seconds of each that is more; the least that a clock tells where noise hides it."""
+    return max((times[1] - times[0]) / (many - few), 1e-9)
+
+
+def narrow_step(layers: int, device: torch.device, compiler: str) -> Callable[[], None]:
+    """Forward and backward of linears and GELUs so narrow that the host sets the pace: ``LAUNCHES`` kernels each."""
+    torch.compiler.reset()
+    model = torch.nn.Sequential(*narrow(layers)).to(device, torch.bfloat16)
+    x, dy = (torch.randn(64, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return _step(torch.compile(model, backend=compiler), x.requires_grad_(), dy)
+
+
+def narrow(layers: int) -> Iterator[torch.nn.Module]:
+    """Linears and GELUs."""
+    for _ in range(layers):
+        yield from (torch.nn.Linear(64, 64, bias=False), torch.nn.GELU())
 
 
 def _scaled_mm(gpu: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
@@ -158,7 +196,8 @@ def describe(done: Calibration, gpu: Hardware) -> str:
     if len(done.measured) == 1:
         return (
             f"{speed.name} ({gpu.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
-            f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s"
+            f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s, "
+            f"{1e6 * speed.launch:.1f} us of the GPU and {1e6 * speed.host_launch:.0f} us of the host for each kernel"
         )
     reached = speed.low_precision_flops(SCALINGS[last])
     return f"{_RECIPES[last]}: {reached / 1e12:.0f} TFLOP/s"

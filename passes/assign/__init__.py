@@ -8,7 +8,8 @@ quantized (``analysis/stored.py``), an autocast region in the compiled code, the
 (``ir/decisions.py``).
 Refuses (leaves in high precision) GEMMs that FP8 cannot do: those of integers, complex numbers, float64, operands of
 two dtypes and empty tensors, batched matmuls that no rule names, and backward matmuls without a forward one. Refuses,
-too, GEMMs that would not be faster on the target (``profit.py``, ``Policy.min_speedup``). The graph is not changed.
+too, GEMMs that would not be faster on the target (``profit.py``, ``clock.py``, ``Policy.min_speedup``). The graph is
+not changed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import fx
 
 from fp8graph.analysis.stored import as_stored, stored_view, why_not_as_stored
 from fp8graph.hardware import Hardware
-from fp8graph.hardware.speed import gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.ir.text import short
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.passes.assign.clock import Timed, in_time, others_of
 from fp8graph.passes.assign.legality import is_batched, refuse_fused_ops, why_not_in_fp8
-from fp8graph.passes.assign.profit import choices, judge
+from fp8graph.passes.assign.profit import batch_of, choices, high_precision_seconds, judge
 from fp8graph.recipes import FNUZ, Quantizer, Recipe
 from fp8graph.recipes.rules import DECISION, SOURCE, Resolution
 from fp8graph.records import NATIVE_BY, GemmRecord
@@ -55,11 +56,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
     refuse_fused_ops(graph, compilation)
-    bar = compilation.facts.decisions.policy.min_speedup
-    for choice, speedup in judge(list(choices(compilation)), bar).items():
-        for gemm in choice.gemms:
-            if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
-                decisions[gemm.node] = with_speedup(decisions[gemm.node], speedup, bar)
+    _refuse_slow(graph, compilation)
     for site in compilation.sites:
         for gemm in site.gemms:
             decision = decisions[gemm.node]
@@ -70,17 +67,55 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.rows += [_row(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
 
 
+def _refuse_slow(graph: fx.Graph, compilation: Compilation) -> None:
+    """Leave GEMMs in high precision that FP8 does not make faster: by the GPU's time, and then by the clock."""
+    decisions, bar = compilation.decisions, compilation.facts.decisions.policy.min_speedup
+    candidates = list(choices(compilation))
+    speeds = [choice.speed for choice in candidates if choice.speed is not None]
+    if not speeds:
+        return
+    speedups = judge(candidates, bar)
+    # what arrives quantized would be dequantized first in high precision
+    free = [c for c in speedups if all(decisions[gemm.node].stored is None for gemm in c.gemms)]
+    timed = in_time(
+        candidates,
+        [choice for choice in free if speedups[choice] >= bar],
+        others_of(graph, candidates, speeds[0], compilation),
+        bar,
+        fixed=[choice for choice in candidates if choice not in free],
+    )
+    for choice in free:
+        for gemm in choice.gemms:
+            decision = with_speedup(decisions[gemm.node], speedups[choice], bar)
+            if decision.recipe is not None and choice not in timed.chosen:
+                decision = _not_in_time(decisions[gemm.node], timed, bar)
+            decisions[gemm.node] = decision
+    if timed.now.waits:
+        advice = 'options={"mode": "reduce-overhead"} records CUDA graphs, which launch nothing'
+        compilation.refuse_at("CUDA graphs", "", 0, f"the host sets the pace: {timed.now} (predicted); {advice}")
+
+
 def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     """The decision with its predicted speedup; it becomes high precision if that is below ``bar``."""
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
+    return _refused(decision, speedup, f"min_speedup is {bar:g}")
+
+
+def _not_in_time(decision: Decision, timed: Timed, bar: float) -> Decision:
+    """The decision in high precision: with this GEMM in FP8, too, the graph would take longer by the clock."""
+    pace = f"for the graph, whose pace the host would set: {timed.then}; {1e3 * timed.now.seconds:.2g} ms without it"
+    return _refused(decision, timed.now.seconds / timed.then.seconds, f"{pace}; min_speedup is {bar:g}")
+
+
+def _refused(decision: Decision, speedup: float, why: str) -> Decision:
     assert decision.recipe is not None
-    source = f"({SOURCE} asked for {decision.recipe.name})"
     return replace(
         decision,
         recipe=None,
         # rounded down: 1.049 is not 1.05
-        reason=f"not faster in FP8: predicted {math.floor(100 * speedup) / 100:.2f}x, min_speedup is {bar:g} {source}",
+        reason=f"not faster in FP8: predicted {math.floor(100 * speedup) / 100:.2f}x"
+        f"{' ' if why.startswith('for') else ', '}{why} ({SOURCE} asked for {decision.recipe.name})",
         execution="high precision",
         by_profitability=True,
         speedup=speedup,
@@ -203,7 +238,6 @@ def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         bits = [4 if dtype == torch.uint8 else 8 for dtype in types]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
-    batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m
     return GemmRecord(
         fqn=site.fqn,
         index=site.index,
@@ -212,7 +246,7 @@ def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         m=sizes[0],
         n=sizes[1],
         k=sizes[2],
-        flops=2 * batch * m * n * k,
+        flops=2 * batch_of(gemm) * m * n * k,
         recipe=decision.recipe.name if decision.recipe is not None else None,
         reason=decision.reason,
         dtypes=(dtypes[0], dtypes[1], short(out.dtype)),
@@ -221,17 +255,6 @@ def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         by_profitability=decision.by_profitability,
         speedup=decision.speedup,
         rule=decision.resolution.rule,
-        seconds=_seconds(gemm, (m, n, k), batch, compilation),
+        seconds=high_precision_seconds(gemm, compilation),
         bytes_read=sum(math.prod(map(size_hint, x.shape)) * of // 8 for x, of in zip((a, b), bits, strict=True)),
     )
-
-
-def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: Compilation) -> float | None:
-    """The predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
-    speed, dtype = compilation.hardware_of(gemm.node).speed, value(gemm.node).dtype
-    emulated = compilation.decisions[gemm.node].execution == "emulated"
-    if speed is None or emulated or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    if compilation.facts.settings.cuda_graphs:
-        speed = speed.replayed()
-    return gemm_seconds(speed, *sizes, dtype, batch=batch)

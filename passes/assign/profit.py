@@ -5,7 +5,8 @@
     fprop                       1.15               ->   accepted
 
 The FP8 GEMMs that read a quantization share its cost in equal parts. A refused GEMM pays nothing, so the others pay
-more. This is repeated until every GEMM that is left reaches the required speedup, and so does their sum.
+more. This is repeated until every GEMM that is left reaches the required speedup, and so does their sum. What counts
+here is the time of the GPU; ``clock.py`` looks at the whole graph, and at the host that launches it.
 
 ``choices`` lists the GEMMs as they would run: which are fused, and which share a quantization.
 """
@@ -21,7 +22,7 @@ import torch
 
 from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, size_in_group
 from fp8graph.compat.inductor import LARGE
-from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
+from fp8graph.hardware.speed import Operand, Speed, gemm_launches, gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
@@ -68,11 +69,13 @@ class Choice:
     def fp8_seconds(self, uses: Uses) -> float:
         """The time in FP8, with this choice's share of the quantizations."""
         assert self.speed is not None
-        total = 0.0
-        for product in self.products:
-            operands = tuple(uses.operand(quantized) for quantized, _ in product.reads)
-            total += gemm_seconds(self.speed, product.m, product.n, product.k, self.dtype, self.scaling, operands)
-        return total
+        return sum(
+            gemm_seconds(self.speed, x.m, x.n, x.k, self.dtype, self.scaling, uses.operands(x)) for x in self.products
+        )
+
+    def fp8_launches(self, uses: Uses) -> float:
+        """The kernels in FP8, with this choice's share of those that quantize; in high precision, one per GEMM."""
+        return sum(gemm_launches(self.scaling, uses.operands(product)) for product in self.products)
 
 
 class Uses:
@@ -82,6 +85,9 @@ class Uses:
         self._layouts: dict[Any, list[Layout]] = {}
         for quantized, layout in (read for c in choices for product in c.products for read in product.reads):
             self._layouts.setdefault(quantized.key, []).append(layout)
+
+    def operands(self, product: Product) -> tuple[Operand, ...]:
+        return tuple(self.operand(quantized) for quantized, _ in product.reads)
 
     def operand(self, quantized: Quantized) -> Operand:
         layouts = self._layouts[quantized.key]
@@ -170,7 +176,7 @@ def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation)
 
 
 def _single(gemm: Gemm, compilation: Compilation) -> Choice:
-    m, n, k = _sizes(gemm)
+    m, n, k = sizes(gemm)
     reads = _reads([[gemm.a], [gemm.b]], gemm, compilation)
     product = Product(m=m, n=n, k=k, reads=reads)
     return _choice([gemm], [product], compilation)
@@ -181,18 +187,18 @@ def _joint(name: GemmName, family: Sequence[_Planned], compilation: Compilation)
     gemms = [planned[name] for _, planned in family]
     sides = [gemm.a for gemm in gemms], [gemm.b for gemm in gemms]
     reads = _reads([views[:1] if views[0].operand == "input" else views for views in sides], gemms[0], compilation)
-    sizes = [_sizes(gemm) for gemm in gemms]
+    parts = [sizes(gemm) for gemm in gemms]
     if name == "fprop" and not can_be_slices([gemm.node for gemm in gemms]):
-        return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads) for m, n, k in sizes], compilation)
-    m, n, k = sizes[0]
+        return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads) for m, n, k in parts], compilation)
+    m, n, k = parts[0]
     if name == "fprop":
-        n = sum(n for _, n, _ in sizes)
+        n = sum(n for _, n, _ in parts)
     elif name == "dgrad":
-        k = sum(k for *_, k in sizes)
+        k = sum(k for *_, k in parts)
     elif gemms[0].a.operand == "grad_output":  # dy.T @ x
-        m = sum(m for m, *_ in sizes)
+        m = sum(m for m, *_ in parts)
     else:
-        n = sum(n for _, n, _ in sizes)
+        n = sum(n for _, n, _ in parts)
     return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads)], compilation)
 
 
@@ -202,7 +208,7 @@ def _choice(gemms: Sequence[Gemm], products: Sequence[Product], compilation: Com
     assert recipe is not None
     return Choice(
         gemms=tuple(gemms),
-        before=tuple(map(_sizes, gemms)),
+        before=tuple(map(sizes, gemms)),
         products=tuple(products),
         dtype=value(first.node).dtype,
         scaling=recipe.quantizer(first.a.operand).scaling,
@@ -245,7 +251,21 @@ def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
     return speed.replayed() if compilation.facts.settings.cuda_graphs else speed
 
 
-def _sizes(gemm: Gemm) -> tuple[int, int, int]:
+def high_precision_seconds(gemm: Gemm, compilation: Compilation) -> float | None:
+    """The predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
+    speed, out = compilation.hardware_of(gemm.node).speed, value(gemm.node)
+    emulated = compilation.decisions[gemm.node].execution == "emulated"
+    if speed is None or emulated or out.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    return gemm_seconds(speed, *sizes(gemm), out.dtype, batch=batch_of(gemm))
+
+
+def batch_of(gemm: Gemm) -> int:
+    """The products of a batched matmul; the groups of one share k or m."""
+    return 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, value(gemm.node).shape[:-2]))
+
+
+def sizes(gemm: Gemm) -> tuple[int, int, int]:
     """m, n and k of ``[m, k] @ [k, n]``; for a dynamic size, the one that was traced."""
     *_, m, n = (size_hint(size) for size in value(gemm.node).shape)
     return m, n, size_hint(value(matmul_arguments(gemm.node)[0]).shape[-1])

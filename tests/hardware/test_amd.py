@@ -227,7 +227,7 @@ def test_a_model_trains_as_for_gfx942(recipe: str, settings: dict[str, Any]) -> 
 
 
 def test_explain_decides_and_says_why() -> None:
-    x = torch.empty(4096, 2048, dtype=BF16, device="meta")
+    x = torch.empty(32768, 2048, dtype=BF16, device="meta")
     module = MLP(2048, 4096).to(BF16)
     report = fp8graph.explain(module, x, target="gfx942")
     assert {(g.recipe, g.execution) for g in report.gemms} == {("tensorwise", "native")}

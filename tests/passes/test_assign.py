@@ -171,7 +171,7 @@ def test_grouped_matmuls_take_the_default_recipe() -> None:
 @pytest.mark.parametrize(("target", "recipe"), [("sm_89", "tensorwise"), ("sm_90", "tensorwise"), ("sm_100", "mxfp8")])
 def test_the_recipe_where_none_is_named_is_the_hardwares(target: str, recipe: str) -> None:
     model = nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16)
-    rows = torch.empty(8192, 4096, device="meta", dtype=torch.bfloat16)
+    rows = torch.empty(65536, 4096, device="meta", dtype=torch.bfloat16)
     report = fp8graph.explain(model, rows, target=target)
     assert {g.recipe for g in report.gemms} == {recipe}
     named = fp8graph.explain(model, rows, target=target, policy=fp8graph.Policy())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8graph
-from fp8graph import hardware
+from fp8graph import hardware, offline
 from fp8graph.cli import main
 from fp8graph.hardware.speed import RATES, Speed
 from fp8graph.tools import bench
@@ -23,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def calibrated() -> list[bench.Calibration]:
-    return list(bench.calibrate(CPU, hardware.of_device(CPU), size=64, copy=4096))
+    return list(bench.calibrate(CPU, hardware.of_device(CPU), size=64, copy=4096, compiler="eager"))
 
 
 def test_a_calibration_is_a_target(calibrated: list[bench.Calibration], tmp_path: Path) -> None:
@@ -41,6 +43,44 @@ def test_a_calibration_is_a_target(calibrated: list[bench.Calibration], tmp_path
         assert bench.describe(done, found).startswith(("cpu (cpu): bf16 ", "rowwise: "))
 
 
+class Ops(TorchDispatchMode):
+    """Counts the ops that a step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_are_the_difference_of_a_longer_and_a_shorter_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device where each op takes a microsecond, and nothing else takes any time."""
+
+    def seconds(run: Callable[[], Any], **_: Any) -> float:
+        run()
+        with Ops() as ops:
+            run()
+        return 1e-6 * ops.count
+
+    monkeypatch.setattr(bench, "seconds", seconds)
+    first = next(bench.calibrate(CPU, hardware.of_device(CPU), size=64, copy=4096, compiler="eager"))
+    few, many = (seconds(bench.narrow_step(n, CPU, "eager")) for n in (1, 2))
+    assert first.speed.launch == pytest.approx(1e-6)
+    assert first.speed.host_launch == pytest.approx((many - few) / bench.LAUNCHES)
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_each_layer_of_the_timed_step_launches_as_many_kernels_as_are_counted() -> None:
+    def kernels(layers: int) -> int:
+        model = torch.nn.Sequential(*bench.narrow(layers)).to("meta", torch.bfloat16)
+        x = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        return len(fp8graph.explain(model, x, policy=fp8graph.Policy(default=None), target="sm_90").kernels)
+
+    assert kernels(3) - kernels(2) == bench.LAUNCHES
+
+
 def test_a_scaling_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its reason is told, the others are kept; and each GEMM accumulates as its recipe says."""
     accumulated: dict[str, bool] = {}
@@ -53,7 +93,7 @@ def test_a_scaling_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(hardware, "scaled_mm", scaled_mm)
     found = dataclasses.replace(hardware.of_device(CPU), scalings=frozenset({"tensor", "row", "block", "nvfp4"}))
-    steps = list(bench.calibrate(CPU, found, size=128, copy=4096))
+    steps = list(bench.calibrate(CPU, found, size=128, copy=4096, compiler="eager"))
     assert [done.measured for done in steps] == [
         ("tensor",),
         ("tensor", "row"),
