@@ -12,6 +12,7 @@ from typing import Any, Final
 from benchmarks.published import (
     BF16,
     LLAMA,
+    SAVING,
     TENSORWISE,
     TORCHAO,
     Run,
@@ -23,11 +24,14 @@ from benchmarks.published import (
     times,
 )
 
-# of R: how much faster the GEMMs of the linears are under scaling per tensor than in bf16, in the same run
-LINEARS: Final = {"delayed": 0.93, "tensorwise": 0.90, "rowwise": 0.87, "blockwise": 0.80}
-STACK_OVER_BF16: Final = 1.35
-STACK_OVER_TORCHAO: Final = 1.05
-DECODE_OVER_BF16: Final = 1.2
+# Of R: how much faster the GEMMs of the linears are under scaling per tensor than in bf16, in the same run. Bytes at an
+# H200's 4.24 TB/s allow 0.926 R under delayed and 0.895 R under tensorwise (benchmarks/results/first_hour, section
+# linears: 1,171 and 1,757 us of bytes beside 14.86 ms of GEMMs); 0.93 and 0.90, the first goals, were above that.
+LINEARS: Final = {"delayed": 0.91, "tensorwise": 0.87, "rowwise": 0.87, "blockwise": 0.80}
+OVER_BF16: Final = {"layers": 1.35, "table": 1.40}
+OVER_TORCHAO: Final = {"layers": 1.05, "table": 1.10}
+BLOCKWISE_OVER_BF16: Final = 1.22
+DECODE_OVER_BF16: Final = 1.25
 WORST_CASE: Final = 0.98
 
 
@@ -52,10 +56,11 @@ class Goal:
 def judge(runs: Sequence[Run]) -> list[Goal]:
     """Judge every goal, measured or not."""
     goals = [_of_linears(runs, recipe, share) for recipe, share in LINEARS.items()]
+    goals.append(_over(runs, "layers", "stack", BLOCKWISE_OVER_BF16, "blockwise", BF16))
     for section, name in (("layers", "stack"), ("table", "Llama-3-8B")):
-        goals.append(_over(runs, section, f"{name}, tensorwise over bf16", STACK_OVER_BF16, BF16))
-        goals.append(_over(runs, section, f"{name}, tensorwise over {TORCHAO}", STACK_OVER_TORCHAO, TORCHAO))
-    return [*goals, *_of_decoding(runs), _of_one_linear(runs)]
+        goals.append(_over(runs, section, name, OVER_BF16[section], TENSORWISE, BF16))
+        goals.append(_over(runs, section, name, OVER_TORCHAO[section], TENSORWISE, TORCHAO))
+    return [*goals, _of_memory(runs), *_of_decoding(runs), _of_one_linear(runs)]
 
 
 def _of_linears(runs: Sequence[Run], recipe: str, share: float) -> Goal:
@@ -70,13 +75,22 @@ def _of_linears(runs: Sequence[Run], recipe: str, share: float) -> Goal:
     return Goal(name=name, bar=bar, wanted=share * bound["R"], ratio=ratio, detail=detail, run=run.file)
 
 
-def _over(runs: Sequence[Run], section: str, name: str, wanted: float, other: str) -> Goal:
-    goal: dict[str, Any] = {"name": name, "bar": f"{wanted:.2f}", "wanted": wanted}
+def _over(runs: Sequence[Run], section: str, name: str, wanted: float, ours: str, other: str) -> Goal:
+    goal: dict[str, Any] = {"name": f"{name}, {ours} over {other}", "bar": f"{wanted:.2f}", "wanted": wanted}
     case = (LLAMA,) if section == "table" else ()
-    if (run := latest(runs, section, TENSORWISE, other, case=case)) is None:
+    if (run := latest(runs, section, ours, other, case=case)) is None:
         return Goal(**goal)
     lines = measured(run, section)
-    return Goal(**goal, ratio=times(lines[case, TENSORWISE], lines[case, other]), run=run.file)
+    return Goal(**goal, ratio=times(lines[case, ours], lines[case, other]), run=run.file)
+
+
+def _of_memory(runs: Sequence[Run]) -> Goal:
+    name, case = f"Llama-3-8B, peak of {TORCHAO} over that of {SAVING}", (LLAMA,)
+    goal: dict[str, Any] = {"name": name, "bar": "1.00", "wanted": 1.0}
+    if (run := latest(runs, "table", SAVING, TORCHAO, case=case)) is None:
+        return Goal(**goal)
+    ours, theirs = (measured(run, "table")[case, name]["peak_mib"] for name in (SAVING, TORCHAO))
+    return Goal(**goal, ratio=theirs / ours, detail=f"{theirs:,.0f} / {ours:,.0f} MiB", run=run.file)
 
 
 def _of_decoding(runs: Sequence[Run]) -> list[Goal]:

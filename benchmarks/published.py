@@ -15,6 +15,7 @@ Line = Mapping[str, Any]
 
 BF16: Final = "bf16"
 TENSORWISE: Final = "tensorwise"
+SAVING: Final = "tensorwise, save memory"
 TORCHAO: Final = "torchao tensorwise"
 GRAPHS: Final = ", CUDA graphs"
 LLAMA: Final = "llama-3-8b"  # the model of rows that name none

@@ -337,14 +337,16 @@ def test_old_lines_of_narrow_layers_are_read(tmp_path: Path) -> None:
 def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
     judged = {goal.name: goal for goal in goals.judge(published.load(made_up.write(tmp_path)))}
     assert {name: goal.verdict for name, goal in judged.items()} == {
-        "linears, delayed": "holds",  # 1.60 of 0.93 * 1.7
+        "linears, delayed": "holds",  # 1.60 of 0.91 * 1.7
         "linears, tensorwise": "holds",
         "linears, rowwise": "missed",  # 1.42 of 0.87 * 1.7
         "linears, blockwise": "holds",
+        "stack, blockwise over bf16": "missed",
         "stack, tensorwise over bf16": "holds",
         "stack, tensorwise over torchao tensorwise": "missed",  # 1.36 / 1.31
         "Llama-3-8B, tensorwise over bf16": "missed",  # 1.31
-        "Llama-3-8B, tensorwise over torchao tensorwise": "holds",  # 1.31 / 1.21
+        "Llama-3-8B, tensorwise over torchao tensorwise": "missed",  # 1.31 / 1.21
+        "Llama-3-8B, peak of torchao tensorwise over that of tensorwise, save memory": "not measured",
         "decode, sequences: 1, CUDA graphs, the best recipe": "holds",
         "decode, sequences: 32, CUDA graphs, the best recipe": "holds",
         "one linear by GPU time, the worst case": "missed",
@@ -352,9 +354,21 @@ def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
     worst = judged["one linear by GPU time, the worst case"]
     assert worst.detail == "256 x 4096 -> 2048, tensorwise: the worst of 27 measured"
     assert judged["decode, sequences: 32, CUDA graphs, the best recipe"].detail == "rowwise: the best of 2 measured"
-    assert judged["linears, delayed"].wanted == pytest.approx(0.93 * 1.7)
-    assert {goal.run for goal in judged.values()} == {"20000101-000000.jsonl"}
+    assert judged["linears, delayed"].wanted == pytest.approx(0.91 * 1.7)
+    assert {goal.run for goal in judged.values() if goal.run} == {"20000101-000000.jsonl"}
     assert {goal.verdict for goal in goals.judge([])} == {"not measured"}
+
+
+def test_the_peaks_of_one_run_are_compared(tmp_path: Path) -> None:
+    folder = made_up.write(tmp_path)
+    (start, *_) = later({})
+    both = [
+        *made_up.trained({published.BF16: 1.0, published.TORCHAO: 1.0}),
+        *made_up.trained({published.SAVING: 1.0}, peak_mib=1600.0),
+    ]
+    made_up.write_lines(folder, NEXT, [start, *both])
+    (goal,) = [goal for goal in goals.judge(published.load(folder)) if "peak" in goal.name]
+    assert (goal.ratio, goal.verdict, goal.detail) == (1.25, "holds", "2,000 / 1,600 MiB")
 
 
 def test_a_page_of_made_up_results(tmp_path: Path) -> None:
