@@ -17,9 +17,9 @@ hour() { # SECONDS ARGUMENTS: the run ends itself ten seconds before it would be
 }
 names() { printf -- '--only\n%s\n' "$@"; }
 mapfile -t five < <(names bf16 tensorwise delayed rowwise 'torchao tensorwise')
-mapfile -t variants < <(names 'tensorwise, save memory' 'tensorwise, fast accumulation')
+mapfile -t variants < <(names 'tensorwise, save memory' 'tensorwise, fast accumulation' 'tensorwise, head in FP8')
 mapfile -t tokens < <(names bf16 tensorwise delayed rowwise 'rowwise, FP8 checkpoint')
-mapfile -t graphs < <(names 'bf16, CUDA graphs' 'tensorwise, CUDA graphs')
+mapfile -t graphs < <(names 'bf16, CUDA graphs' 'tensorwise, CUDA graphs' 'tensorwise, where it pays')
 if [ "$mode" != second ]; then
   hour 385 table:240 layers:125 "${five[@]}" "${variants[@]}"
   hour 195 decode:95 smallest:80 --widths 768 1536 "${tokens[@]}" "${graphs[@]}"

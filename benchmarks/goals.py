@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from benchmarks.published import (
     BF16,
+    CHOSEN,
     LLAMA,
     SAVING,
     TENSORWISE,
@@ -60,7 +61,7 @@ def judge(runs: Sequence[Run]) -> list[Goal]:
     for section, name in (("layers", "stack"), ("table", "Llama-3-8B")):
         goals.append(_over(runs, section, name, OVER_BF16[section], TENSORWISE, BF16))
         goals.append(_over(runs, section, name, OVER_TORCHAO[section], TENSORWISE, TORCHAO))
-    return [*goals, _of_memory(runs), *_of_decoding(runs), _of_one_linear(runs)]
+    return [*goals, _of_memory(runs), *_of_decoding(runs), _of_one_linear(runs), _of_narrow_layers(runs)]
 
 
 def _of_linears(runs: Sequence[Run], recipe: str, share: float) -> Goal:
@@ -115,6 +116,17 @@ def _of_one_linear(runs: Sequence[Run]) -> Goal:
     run = next(reversed(comparable(runs, "sweep")), None)
     cases = {f"{t} x {i} -> {o}, {name}": ratio for (t, i, o, name), ratio in by_gpu_time(run).items()} if run else {}
     return _extreme("one linear by GPU time, the worst case", WORST_CASE, run.file if run else "", cases, min)
+
+
+def _of_narrow_layers(runs: Sequence[Run]) -> Goal:
+    """Judge narrow layers by the clock, with the GEMMs in FP8 of which the speed model says that it pays."""
+    of_runs = {
+        run.file: {"{} tokens, hidden size {}".format(*row.case): row.times_bf16 or 0.0 for row in chosen}
+        for run in comparable(runs, "smallest")
+        if (chosen := [row for row in all_rows(run, "smallest") if row.contender == CHOSEN])
+    }
+    file = next(reversed(of_runs), "")
+    return _extreme(f"narrow layers, {CHOSEN}, the worst case", WORST_CASE, file, of_runs.get(file, {}), min)
 
 
 def by_gpu_time(run: Run) -> dict[tuple[int, int, int, str], float]:

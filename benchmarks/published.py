@@ -17,6 +17,7 @@ BF16: Final = "bf16"
 TENSORWISE: Final = "tensorwise"
 SAVING: Final = "tensorwise, save memory"
 TORCHAO: Final = "torchao tensorwise"
+CHOSEN: Final = "tensorwise, where it pays"
 GRAPHS: Final = ", CUDA graphs"
 LLAMA: Final = "llama-3-8b"  # the model of rows that name none
 # What tells the cases of a section apart. Contenders are compared within a case.

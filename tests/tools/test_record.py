@@ -17,6 +17,7 @@ from torch import nn
 import fp8graph
 from fp8graph import hardware
 from fp8graph.cli import main
+from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.tools import record
 from fp8graph.tools.record import contenders, forms, machine, workloads
 from fp8graph.tools.record.workloads import WORKLOADS
@@ -68,6 +69,17 @@ def test_a_missing_library_or_gemm_is_a_reason(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(contenders.hardware, "of_device", lambda _device: here)
     reasons = {name: contenders.why_not(name, CPU) for name in contenders.CONTENDERS if "torch" not in name}
     assert [name for name, reason in reasons.items() if "is emulated" in reason] == ["mxfp8"]
+
+
+@pytest.mark.parametrize(("name", "head", "fast"), [("head in FP8", True, False), ("fast accumulation", False, True)])
+def test_choices_that_change_numbers_are_contenders_of_their_own(name: str, head: bool, fast: bool) -> None:
+    model = workloads.tiny(LLAMA).build(CPU)
+    backend = contenders.CONTENDERS[f"tensorwise, {name}"](model, "eager")
+    assert backend is not None
+    model(torch.arange(32)[None]).logits.float().sum().backward()
+    assert {g.recipe is not None for g in backend.report.gemms if g.fqn == "lm_head"} == {head}
+    recipe: Any = resolve_recipe(backend.policy.default)
+    assert all(recipe.fast_accum(gemm) for gemm in GEMMS) == fast
 
 
 def test_transformer_engine_takes_the_same_linears(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,9 +350,12 @@ def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
         "decode, sequences: 1, CUDA graphs, the best recipe": "holds",
         "decode, sequences: 32, CUDA graphs, the best recipe": "holds",
         "one linear by GPU time, the worst case": "missed",
+        "narrow layers, tensorwise, where it pays, the worst case": "holds",  # 0.99
     }
     worst = judged["one linear by GPU time, the worst case"]
     assert worst.detail == "256 x 4096 -> 2048, tensorwise: the worst of 27 measured"
+    narrow = judged["narrow layers, tensorwise, where it pays, the worst case"]
+    assert narrow.detail == "8192 tokens, hidden size 1024: the worst of 2 measured"
     assert judged["decode, sequences: 32, CUDA graphs, the best recipe"].detail == "rowwise: the best of 2 measured"
     assert judged["linears, delayed"].wanted == pytest.approx(0.91 * 1.7)
     assert {goal.run for goal in judged.values() if goal.run} == {"20000101-000000.jsonl"}

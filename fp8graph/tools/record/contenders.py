@@ -1,13 +1,13 @@
 """Who trains: bf16, fp8graph's recipes, torchao, Transformer Engine; all compile the decoder blocks one by one.
 
-The head stays in bf16 for all of them.
+The head stays in bf16 for all of them, but where a name says otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,8 +16,9 @@ from torch import nn
 from fp8graph import hardware
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of, compile, regions_of
-from fp8graph.recipes import resolve_recipe
+from fp8graph.recipes import Float8CurrentScaling, resolve_recipe
 from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import Rule
 
 TORCHAO: Final = "torchao"
 ENGINE: Final = "Transformer Engine"
@@ -36,11 +37,11 @@ def bf16(model: nn.Module, compiler: str) -> None:
             block.compile(backend="aot_eager")
 
 
-def fp8(recipe: str, **settings: Any) -> Compile:
-    """fp8graph with its defaults but ``settings``; heads and routers stay in bf16 by the default rules."""
+def fp8(recipe: Any, rules: Sequence[Rule] = (), **settings: Any) -> Compile:
+    """fp8graph with its defaults but ``rules`` and ``settings``; else heads and routers stay in bf16."""
 
     def compiled(model: nn.Module, compiler: str) -> Backend:
-        policy = Policy(default=recipe, extends="default")
+        policy = Policy(list(rules), default=recipe, extends="default")
         options = dict(COLD) if compiler == "inductor" else None
         return backend_of(
             compile(model, policy, regions="auto", compiler=compiler, inductor_options=options, **settings)
@@ -118,6 +119,9 @@ CONTENDERS: Final[Mapping[str, Compile]] = {
     "delayed": fp8("delayed"),
     "torchao tensorwise": torchao("tensorwise"),
     "tensorwise, save memory": fp8("tensorwise", save="memory"),
+    # two choices that change numbers, and are nobody's default
+    "tensorwise, head in FP8": fp8("tensorwise", [Rule("lm_head", "tensorwise")]),
+    "tensorwise, fast accumulation": fp8(Float8CurrentScaling(use_fast_accum=(True, True, True))),
     "rowwise": fp8("rowwise"),
     "blockwise": fp8("blockwise"),
     "mxfp8": fp8("mxfp8"),
