@@ -32,7 +32,7 @@ class CollectiveRecord:
 class RefusalRecord:
     """A rewrite that a pass did not make for one layer, and why."""
 
-    what: str  #: "one GEMM", "kept weight", "FP8 activation", "FP32 gradient", "quantized again" or "FP8"
+    what: str  #: "one GEMM", "kept weight", "FP8 activation", "FP32 gradient", "quantized again", "FP8", "CUDA graphs"
     fqn: str  #: the full name of the layer's module
     index: int  #: among the sites of one module
     reason: str  #: why, in words

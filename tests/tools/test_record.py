@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_choices_that_change_numbers_are_contenders_of_their_own(name: str, head
     assert backend is not None
     model(torch.arange(32)[None]).logits.float().sum().backward()
     assert {g.recipe is not None for g in backend.report.gemms if g.fqn == "lm_head"} == {head}
-    recipe: Any = resolve_recipe(backend.policy.default)
+    recipe: Any = resolve_recipe(cast(Any, backend.policy.default))
     assert all(recipe.fast_accum(gemm) for gemm in GEMMS) == fast
 
 
