@@ -12,6 +12,7 @@ that is copied or pickled (``Module.__getstate__``) without a word. A copy for a
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
 import logging
 import pickle
@@ -53,7 +54,25 @@ _NOT_CALLED: Final = (
     "precision. Its own call is compiled, model(...), and not model.forward(...) or another method, nor the modules in "
     "it: compile the module that is called. Where another torch.compile is around the call, that one decides."
 )
+_LONG: Final = (
+    '%s is compiled as a whole, %d %s one after the other, which takes long. fp8graph.compile(model, regions="auto") '
+    "compiles one for all, if calls keep no key-value cache (use_cache=False). The code around the blocks then runs in "
+    "eager: a loss takes more memory, and each block time of the host. regions=None chooses the whole graph, and says "
+    "nothing."
+)
 _log = logging.getLogger("fp8graph")
+
+
+class Undecided(enum.Enum):
+    """The type of :data:`UNDECIDED`: an argument that was left out, where None is a choice."""
+
+    UNDECIDED = "undecided"
+
+    def __repr__(self) -> str:
+        return "UNDECIDED"
+
+
+UNDECIDED: Final = Undecided.UNDECIDED
 
 
 def backend_of(compiled: Any) -> Backend:
@@ -113,7 +132,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     recipe: RecipeLike = None,
     observe: Mapping[str, Any] | None = None,
     guard: Mapping[str, Any] | None = None,
-    regions: Regions | None = None,
+    regions: Regions | Literal[Undecided.UNDECIDED] | None = UNDECIDED,
     backend: Backend | None = None,
     **kwargs: Any,
 ) -> nn.Module:
@@ -125,7 +144,8 @@ def compile(  # noqa: A001  (the public name is torch's)
     Args:
         policy, recipe, observe, guard: see :class:`Backend`.
         regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block only once, however
-            many layers there are; a list of class names says which blocks. None compiles the model as a whole. Modules
+            many layers there are; a list of class names says which blocks. None compiles the model as a whole, and so
+            does leaving it out; a warning then says, before the first call with gradients, if blocks repeat. Modules
             around the blocks are compiled if they multiply by matrices; the code in between runs in eager. Layers share
             code unless Dynamo finds a difference: a key-value cache is one (pass ``use_cache=False`` in training).
         backend: a Backend to compile with, in place of all its arguments. Several models share it if each was bound
@@ -175,7 +195,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     backend.check_layers()
     if is_compiled(model):
         _log.warning(_AGAIN, type(model).__name__)
-    compiled = [model] if regions is None else regions_of(model, regions)
+    compiled = [model] if regions is None or regions is UNDECIDED else regions_of(model, regions)
     if model in compiled and not _has_forward(model):
         raise ConfigError(
             f"fp8graph.compile: {type(model).__name__} has no forward: nothing calls it, so nothing of it would be "
@@ -185,13 +205,40 @@ def compile(  # noqa: A001  (the public name is torch's)
         _compile_in_place(module, backend, kwargs, named=module is model)
     if model not in compiled:  # bound in its copies, too
         _compile_in_place(model, backend, None)
+    by_eager = backend.settings.compiler == "eager"
+    if regions is UNDECIDED and not (by_eager or kwargs.get("fullgraph") or backend.settings.cuda_graphs):
+        wrappers.before_calls(model, _LongCompile(backend, model))
     return model
+
+
+class _LongCompile:
+    """Says how the compilation of a model of many blocks takes less long, before the first call with gradients.
+
+    Not to those who chose: with ``regions``, ``fullgraph=True`` or CUDA graphs, which need the whole model.
+    """
+
+    def __init__(self, backend: Backend, model: nn.Module) -> None:
+        self._backend, self._model = weakref.ref(backend), weakref.ref(model)
+
+    def __call__(self) -> bool:
+        backend, model = self._backend(), self._model()
+        if backend is None or model is None:
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        blocks = Counter(type(block).__name__ for block in _repeated(model) if any(True for _ in block.children()))
+        name, count = next(iter(blocks.most_common(1)), ("", 0))
+        if count >= MANY and "regions" not in backend.said:
+            backend.said.add("regions")
+            _log.warning(_LONG, type(model).__name__, count, name)
+        return True
 
 
 def _has_forward(model: nn.Module) -> bool:
     return type(model).forward is not nn.Module.forward or "forward" in model.__dict__
 
 
+MANY: Final = 4  # blocks of one class
 Regions = Literal["auto"] | Sequence[str]
 
 
@@ -399,7 +446,7 @@ class Compiled:
         module = state[0]  # still empty
         self.__dict__.update(vars(Compiled.now(*state)))
         # in a pickle the forward of a layer in FP8 is that of its class: see libraries.adopt
-        wrappers.before_first_call(module, lambda: adopt(module))
+        wrappers.before_calls(module, lambda: isinstance(adopt(module), nn.Module))
 
 
 def _unpickled() -> Compiled:

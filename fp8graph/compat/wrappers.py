@@ -65,20 +65,19 @@ def compile_in_place(
     module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def before_first_call(module: torch.nn.Module, act: Callable[[], object]) -> None:
-    """Call ``act`` before the first call of ``module``, which was compiled by :func:`compile_in_place`."""
+def before_calls(module: torch.nn.Module, act: Callable[[], bool]) -> None:
+    """Call ``act`` before each call of ``module``, which :func:`compile_in_place` compiled, until it returns True."""
     call: Any = module._compiled_call_impl
     if call is None:
         return
 
-    def first(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():
+    def early(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and act() and module._compiled_call_impl is early:
             module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
-            act()
         return call(*args, **kwargs)
 
-    first.__dict__.update(vars(call))
-    module._compiled_call_impl = first  # pyright: ignore[reportAttributeAccessIssue]
+    early.__dict__.update(vars(call))
+    module._compiled_call_impl = early  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import fp8graph
 from fp8graph import ConfigError, Policy, Rule
-from fp8graph.backend.entry import regions_of
+from fp8graph.backend.entry import MANY, regions_of
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP
 from tiny_models import causal_lm
@@ -90,3 +90,103 @@ def test_a_model_in_which_nothing_repeats(caplog: pytest.LogCaptureFixture) -> N
 def test_regions_that_are_none(regions: Any) -> None:
     with pytest.raises(ConfigError, match="regions"):
         fp8graph.compile(MLP(), regions=regions)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).relu()
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = MANY) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def said_of_long_compiles(model: nn.Module, caplog: pytest.LogCaptureFixture, **kwargs: Any) -> list[str]:
+    """The lines of the next call with gradients; nothing is compiled, and code for a GPU would not run here."""
+    caplog.clear()
+    fp8graph.compile(model, **kwargs)
+    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING, "fp8graph"):
+        model(torch.randn(16, 32))
+    return [record.getMessage() for record in caplog.records if "regions=" in record.getMessage()]
+
+
+def test_a_long_compile_says_how_to_make_it_short_before_the_first_call_with_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Net()
+    fp8graph.compile(model, recipe="tensorwise")
+    said: list[int] = []
+    with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING, "fp8graph"):
+        for gradients in (False, True, True):
+            with torch.set_grad_enabled(gradients):
+                model(torch.randn(16, 32))
+            said.append(caplog.text.count(f"Net is compiled as a whole, {MANY} Layer one after the other"))
+    assert said == [0, 1, 1]
+    assert 'fp8graph.compile(model, regions="auto")' in caplog.text
+
+
+CHOSEN: dict[str, dict[str, Any]] = {
+    "whole": {"regions": None},
+    "blocks": {"regions": "auto"},
+    "one graph": {"fullgraph": True},
+    "CUDA graphs": {"mode": "reduce-overhead"},
+    "no code to generate": {"compiler": "eager"},
+}
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_a_choice_gets_no_hint(chosen: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert said_of_long_compiles(Net(), caplog)
+    assert not said_of_long_compiles(Net(), caplog, **CHOSEN[chosen])
+
+
+FEW: dict[str, nn.Module] = {
+    "few": Net(MANY - 1),
+    "layers": nn.Sequential(nn.Sequential(*(nn.Linear(32, 32) for _ in range(MANY)))),
+}
+
+
+@pytest.mark.parametrize("model", FEW.values(), ids=FEW)
+def test_models_of_few_or_small_blocks_compile_without_a_word(
+    model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not said_of_long_compiles(model, caplog)
+
+
+class Trained(Net):
+    """A model that computes its loss in FP32, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(super().forward(x))
+        return nn.functional.cross_entropy(logits.float(), torch.arange(len(x)))
+
+
+@pytest.mark.parametrize(("regions", "kept"), [(None, [torch.bfloat16]), ("auto", [torch.float32, torch.float32])])
+def test_a_loss_keeps_more_of_its_logits_outside_the_graph(regions: Any, kept: list[torch.dtype]) -> None:
+    torch._dynamo.reset()
+    model = fp8graph.compile(Trained().bfloat16(), recipe="tensorwise", regions=regions, **EAGER)
+    logits: list[torch.dtype] = []
+
+    def keep(x: Tensor) -> Tensor:
+        if x.shape == (64, 512):
+            logits.append(x.dtype)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(torch.randn(64, 32, dtype=torch.bfloat16))
+    assert logits == kept

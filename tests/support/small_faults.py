@@ -1021,6 +1021,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/backend/test_coverage.py",),
     ),
     Fault(
+        "a long compile is said where no gradients are computed",
+        f"{_BACKEND}/entry.py",
+        "        if not torch.is_grad_enabled():\n            return False\n        blocks",
+        "        blocks",
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
+        "CUDA graphs are no choice of the whole graph",
+        f"{_BACKEND}/entry.py",
+        'kwargs.get("fullgraph") or backend.settings.cuda_graphs)',
+        'kwargs.get("fullgraph"))',
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
+        "a long compile of single layers is said",
+        f"{_BACKEND}/entry.py",
+        "_repeated(model) if any(True for _ in block.children()))",
+        "_repeated(model))",
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
         "a model that is trained and not called is not said",
         f"{_BACKEND}/entry.py",
         "if not graphs_of(model.parameters()):",
