@@ -19,6 +19,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Final, Literal
 
 import torch
@@ -201,8 +202,9 @@ def compile(  # noqa: A001  (the public name is torch's)
             f"fp8graph.compile: {type(model).__name__} has no forward: nothing calls it, so nothing of it would be "
             "compiled. Compile the model that holds it, or each of its modules."
         )
+    codes: dict[object, CodeType] = {}
     for module in compiled:
-        _compile_in_place(module, backend, kwargs, named=module is model)
+        _compile_in_place(module, backend, kwargs, named=module is model, codes=codes)
     if model not in compiled:  # bound in its copies, too
         _compile_in_place(model, backend, None)
     by_eager = backend.settings.compiler == "eager"
@@ -276,15 +278,26 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules that share a container with another module of their class."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            members = [member for member in child.children() if _multiplies(member)]
+            members = list(_members(child))
             classes = Counter(map(type, members))
             for member in members:
-                if classes[type(member)] > 1:
+                if classes[type(member)] > 1 and _has_forward(member):
                     yield member
                 else:
                     yield from _repeated(member)
         else:
             yield from _repeated(child)
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    """The modules in ``container`` that multiply by a matrix; of lists that are alike, those in the lists."""
+    members = [child for child in container.children() if _multiplies(child)]
+    classes = Counter(map(type, members))
+    for member in members:
+        if classes[type(member)] > 1 and not _has_forward(member):
+            yield from filter(_multiplies, member.children())
+        else:
+            yield member
 
 
 def _rest(module: nn.Module, within: set[int]) -> Iterator[nn.Module]:
@@ -309,15 +322,21 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _compile_in_place(
-    module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, *, named: bool = True
+    module: nn.Module,
+    backend: Backend,
+    arguments: Mapping[str, Any] | None,
+    *,
+    named: bool = True,
+    codes: dict[object, CodeType] | None = None,
 ) -> None:
     """Compile ``module`` so that its copies are compiled, too.
 
     Args:
         arguments: of ``torch.compile``; None if only modules inside ``module`` are compiled.
         named: names of parameters are relative to ``module``, not to a model that it is a part of.
+        codes: see :func:`fp8graph.compat.wrappers.compile_in_place`.
     """
-    module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
+    module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named, codes)
 
 
 def _check_within(backend: Backend, model: str) -> None:
@@ -394,7 +413,13 @@ class Compiled:
         self._named = named
 
     @staticmethod
-    def now(module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, named: bool) -> Compiled:
+    def now(
+        module: nn.Module,
+        backend: Backend,
+        arguments: Mapping[str, Any] | None,
+        named: bool,
+        codes: dict[object, CodeType] | None = None,
+    ) -> Compiled:
         """Compile ``module`` (which may be an empty one, being copied) and return its mark."""
         if named:
             backend.names.bind_later(module)
@@ -407,6 +432,7 @@ class Compiled:
                 lambda by: _log.warning(_EXPORTED, name, by),
                 lambda: _check_within(backend, name),
                 lambda: coverage.warn_or_raise_once(backend, _TRANSFORMED % name),
+                codes,
                 backend=backend,
                 **arguments,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any, Final, cast
 
 import torch
@@ -20,24 +21,29 @@ def compile_in_place(
     at_export: Callable[[str], None],
     within: Callable[[], None],
     in_transform: Callable[[], None],
+    codes: dict[object, CodeType] | None = None,
     **kwargs: Any,
 ) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
     Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` silently runs in
     eager. ``torch.compile(module)`` wraps the call for that reason, and so does this function. The wrapper has a code
-    object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one.
+    object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one. Modules
+    that are alike may share it, and with it the compiled code.
 
     Args:
         after_call: called after each call of the module, until it returns True or raises.
         at_export: called with "torch.export" or "torch.jit.script", which read the module and leave compiled code out.
         within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
         in_transform: called when a transform of torch.func calls the module, which then runs in eager.
+        codes: the code objects of wrappers by the structure of their modules, which this function adds to; None: the
+            module shares no code.
     """
     function: Any = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
         function = wrap_inline(function)
-        function.__code__ = function.__code__.replace()  # a copy
+        code = function.__code__.replace()  # a copy
+        function.__code__ = code if codes is None else codes.setdefault(_structure(module), code)
     call = torch.compile(function, **kwargs)
     watches = True
     within = torch.compiler.assume_constant_result(within)  # Dynamo calls it, and does not trace it
@@ -63,6 +69,11 @@ def compile_in_place(
     watched._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
     watched.__prepare_scriptable__ = scripted  # pyright: ignore[reportFunctionMemberAccess]
     module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _structure(module: torch.nn.Module) -> object:
+    modules = tuple((name, type(inner)) for name, inner in module.named_modules())
+    return modules, tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def before_calls(module: torch.nn.Module, act: Callable[[], bool]) -> None:

@@ -190,3 +190,30 @@ def test_a_loss_keeps_more_of_its_logits_outside_the_graph(regions: Any, kept: l
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(torch.randn(64, 32, dtype=torch.bfloat16))
     assert logits == kept
+
+
+def test_like_blocks_of_torch_nn_share_code() -> None:
+    torch._dynamo.reset()
+    blocks = [nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 32)) for width in (32, 32, 64, 64, 64)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(32, 16))
+    fp8graph.compile(model, ALL, **EAGER, regions="auto")
+    counters.clear()
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()  # as behind another block
+    assert counters["stats"]["unique_graphs"] == 3  # both widths, the head
+    assert len({gemm.fqn for gemm in fp8graph.backend_of(model).report.gemms}) == 11
+
+
+def test_unlike_blocks_of_torch_nn_count_for_no_common_recompile_limit() -> None:
+    torch._dynamo.reset()
+    blocks = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(count))) for count in range(1, 11)]
+    model = nn.Sequential(nn.Sequential(*blocks))
+    fp8graph.compile(model, ALL, **EAGER, regions="auto", strict=True)
+    model(torch.randn(16, 32))
+    assert not fp8graph.backend_of(model).report.eager_frames
+
+
+def test_regions_of_lists_are_the_modules_in_them() -> None:
+    """The lists are called by nobody."""
+    model: Any = nn.Sequential(nn.ModuleList(nn.ModuleList([MLP(), nn.Linear(32, 32)]) for _ in range(2)))
+    (first, second) = model[0]
+    assert regions_of(model, "auto") == [*first, *second]

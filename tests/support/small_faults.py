@@ -1021,6 +1021,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/backend/test_coverage.py",),
     ),
     Fault(
+        "blocks of torch.nn share no code",
+        f"{_BACKEND}/entry.py",
+        "named=module is model, codes=codes)",
+        "named=module is model)",
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
+        "unlike blocks of torch.nn share code",
+        f"{_COMPAT}/wrappers.py",
+        "codes.setdefault(_structure(module), code)",
+        "codes.setdefault(None, code)",
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
+        "a list is compiled as a block",
+        f"{_BACKEND}/entry.py",
+        "if classes[type(member)] > 1 and not _has_forward(member):",
+        "if False:",
+        ("tests/backend/test_regions.py",),
+    ),
+    Fault(
         "a long compile is said where no gradients are computed",
         f"{_BACKEND}/entry.py",
         "        if not torch.is_grad_enabled():\n            return False\n        blocks",
