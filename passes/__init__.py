@@ -29,6 +29,7 @@ from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.dequantize_backward import dequantize_backward, dequantizes
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
+from fp8graph.passes.fuse_stored_linears import fuse_stored_linears, may_be_joined, wanted_joins
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
 from fp8graph.passes.gather_weights import are_gathered, gather_weights
 from fp8graph.passes.gather_weights.sent_weights import SentWeights
@@ -89,6 +90,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(share, moves_rows, again="share_tokens"),  # those that a shared expert reads may be those that are routed
     Pass(gather_in_fp8, gathers),
     Pass(fuse_linears, are_fused),
+    Pass(fuse_stored_linears, may_be_joined, wants=wanted_joins),
     Pass(prepare_fp4, rotates_or_draws),
     Pass(observe, is_observed, wants=wanted_statistics),
     Pass(gather_weights, are_gathered),

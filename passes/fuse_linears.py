@@ -40,7 +40,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
-_FORWARD_APART = "in forward: slices of one result would be copied, or would keep all of it for backward"
+FORWARD_APART = "in forward: slices of one result would be copied, or would keep all of it for backward"
 _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
 # the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
 _OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
@@ -72,7 +72,7 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
             for gemm in multiplied:
                 compilation.fused[linear.site.fqn, linear.site.index, gemm] = others
             if "fprop" not in multiplied:
-                compilation.refuse("one GEMM", linear.site, _FORWARD_APART)
+                compilation.refuse("one GEMM", linear.site, FORWARD_APART)
     if joined:
         compilation.amend({key: f"one GEMM with {', '.join(others)}" for key, others in compilation.fused.items()})
         stable_topological_sort(graph)  # the joined tensors are needed where the first linear runs
@@ -109,7 +109,7 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
             for other in others:
                 take_out_of_sum(other)
         else:
-            _slice(graph, [first, *others], sizes, dim=1 if gemm == "fprop" else 0)
+            slice_result(graph, [first, *others], sizes, dim=1 if gemm == "fprop" else 0)
         yield gemm
 
 
@@ -124,7 +124,7 @@ def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
         first.meta[USES_KEY] = list(dict.fromkeys(rows))
 
 
-def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
+def slice_result(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
     """Give each linear's users their part of the first result, which now is the result of all linears."""
     users = [list(node.users) for node in results]
     for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
@@ -201,10 +201,10 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
         here = {q.target for q in own} == {ops.quantize}  # on this rank, not gathered from others
         if "fprop" not in gemms or site.op != "linear":
             continue
+        if compilation.decisions[site.gemms[0].node].stored is not None:  # see fuse_stored_linears
+            continue
         if not here:
-            stored = compilation.decisions[site.gemms[0].node].stored is not None
-            refusal = "its weight is stored with scales of its own" if stored else _GATHERED
-            yield Linear(site=site, gemms=gemms, size=0, refusal=refusal)
+            yield Linear(site=site, gemms=gemms, size=0, refusal=_GATHERED)
             continue
         size = size_in_group(site, [QuantizeNode(q).arguments.block for q in own])
         users = dict.fromkeys(user for q in own for output in q.users for user in output.users)

@@ -39,6 +39,7 @@ class DynamoGraph:
             for index, (source, x) in enumerate(zip(self.sources, example_inputs, strict=True))
             if isinstance(x, torch.nn.Parameter) or dynamo.is_part_of_parameter(source)
         }
+        self.buffers = frozenset(index for index, source in enumerate(self.sources) if dynamo.is_buffer(source))
         whole, given = fsdp.gathered(), {index: example_inputs[index] for index in self._parameters}
         self.gathered = frozenset(index for index, x in given.items() if id(x) in whole)
         self._sharded = bool(self.gathered) or any(distributed.mesh_of(x) is not None for x in example_inputs)
@@ -149,7 +150,7 @@ class DynamoGraph:
     def identity(self) -> str:
         """The properties that decide how this graph is rewritten, beside its code: modules, parameters."""
         digest = hashlib.sha256()
-        digest.update(repr((self._parameters, sorted(self.gathered))).encode())
+        digest.update(repr((self._parameters, sorted(self.buffers), sorted(self.gathered))).encode())
         digest.update(repr(self.parameter_facts).encode())
         for node in _nodes(self.module):
             stack = node.meta.get("nn_module_stack") or {}

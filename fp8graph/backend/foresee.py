@@ -54,17 +54,28 @@ def _foresee(module: fx.GraphModule, facts: GraphFacts) -> list[Foreseen]:
     foreseen: list[Foreseen] = []
     for (node, weight, site), (site.fqn, site.index) in zip(sites, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
-            resolution = facts.decisions.of(site)
+            resolution, stored = facts.decisions.of(site), _stored_as(node)
             recipes: dict[GemmName, Recipe | None] = {
-                gemm: recipe if recipe is not None and recipe.covers(gemm) else None
+                gemm: recipe if recipe is not None and not stored and recipe.covers(gemm) else None
                 for gemm, recipe in resolution.recipes.items()
             }
             siblings = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
             device = facts.settings.hardware or hardware.of_device(_device(weight))
+            size = _rows(weight)
             foreseen.append(
-                Foreseen(site=site, recipes=recipes, hardware=device, sibling_key=siblings, rows=_rows(weight))
+                Foreseen(site=site, recipes=recipes, hardware=device, sibling_key=siblings, rows=size, stored=stored)
             )
     return foreseen
+
+
+def _stored_as(matmul: fx.Node) -> str:
+    """The scaling of the weight that arrives quantized; "" for any other."""
+    stored = next(filter(_is_stored, matmul.all_input_nodes), None)
+    return "" if stored is None else str(stored.kwargs.get("scaling", "tensor"))
+
+
+def _is_stored(node: fx.Node) -> bool:
+    return str(node.target).startswith("fp8graph.stored_weight")
 
 
 def _parameters(module: fx.GraphModule, facts: GraphFacts) -> dict[fx.Node, Parameter]:
@@ -81,6 +92,8 @@ def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterat
             weights = [source for source in node.all_input_nodes if source in of_parameter and _is_matrix(source)]
             if len(weights) == 1:
                 yield node, of_parameter[weights[0]], _MATMULS[name]
+        elif _is_stored(node) and node.args[0] in of_parameter:
+            of_parameter[node] = of_parameter[node.args[0]]
         elif len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in of_parameter:
             of_parameter[node] = of_parameter[node.all_input_nodes[0]]
 

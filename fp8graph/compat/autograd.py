@@ -71,8 +71,22 @@ def uses(owner: object, name: str) -> tuple[int, ...]:
     Only the difference from the same tensor at another time, or from another one that is held alike, means something.
     """
     tensor: Tensor = getattr(owner, name)
-    memory = cast(Any, torch._C)._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return sys.getrefcount(tensor), cast(Any, tensor)._use_count(), memory
+    return sys.getrefcount(tensor), cast(Any, tensor)._use_count(), _uses_of_memory(tensor)
+
+
+def _uses_of_memory(tensor: Tensor) -> int:
+    return cast(Any, torch._C)._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _uses_of_own_memory() -> int:
+    """The uses of the memory of a tensor that nothing else reads."""
+    return _uses_of_memory(torch.ones(1))
+
+
+def has_memory_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor, and no array of another library that was made of it, has the memory of ``tensor``."""
+    return _uses_of_memory(tensor) == _uses_of_own_memory() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 @functools.cache

@@ -50,6 +50,11 @@ def is_part_of_parameter(source: str) -> bool:
     return re.search(r"\._parameters\['[^']+'\]\.\w+$", source) is not None
 
 
+def is_buffer(source: str) -> bool:
+    """Whether a source is a buffer of a module."""
+    return re.search(r"""\b_buffers(?:['"]\])?\[(['"]).+?\1\]$""", source) is not None
+
+
 def copy_source(node: fx.Node, copy: fx.Node) -> None:
     """Give a copied node of a graph the source of the original, if that has one.
 

@@ -31,6 +31,7 @@ class GraphFacts:
     decisions: Decisions  # everything outside the graph that decides about its sites
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
+    buffers: frozenset[int] = frozenset()  # input indices of the modules' buffers
     gathered: frozenset[int] = frozenset()  # those that are whole only while the graph runs
     # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
     parameter_facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])

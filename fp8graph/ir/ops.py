@@ -9,6 +9,7 @@
     random_seed(device) -> [1]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
+    join(parts [rows, ...]) -> their rows below each other
 
 Each op runs its reference function from ``numerics``, which ``lower`` traces as well (``REFERENCE``); scaled matmuls
 run the device's own kernel (``hardware``). The fakes compute only shapes, since running a reference on fakes costs a
@@ -115,6 +116,11 @@ def _shape_of_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor
     rows, columns = data.shape
     rows = rows if offs is None else experts.padded_rows(rows, offs.shape[0], multiples[1])
     return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
+
+
+def _shape_of_join(parts: Sequence[Tensor]) -> Tensor:
+    first = parts[0]
+    return first.new_empty([sum(part.shape[0] for part in parts), *first.shape[1:]])
 
 
 def define(
@@ -256,6 +262,12 @@ columnwise = define(
     reference=tiles.columnwise_copy,
     fake=_shape_of_columnwise,
 )
+join = define(
+    "join",
+    "(Tensor[] parts) -> Tensor",
+    reference=tiles.joined_rows,
+    fake=_shape_of_join,
+)
 
 
 class _Described:
@@ -274,7 +286,7 @@ def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
     Calling the op on them gives the same, but takes torch a millisecond, and a graph of a hundred layers has thousands
     of ops.
     """
-    first = args[0]
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     described: list[_Described] = []
 
     def describe(argument: Any) -> Any:

@@ -35,9 +35,10 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode, call
+from fp8graph.recipes import FP8_MAX
 
 SHARDED: Final = "a copy of all of it would take the memory that sharding saves"  # why a gathered one is not kept
-_TRANSPOSED: Final = "columnwise"
+_MADE_OF_STORED: Final = {ops.columnwise: "columnwise", ops.join: "joined"}  # of a weight that arrives quantized
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +122,7 @@ _Kind = TypeVar("_Kind", bound=WeightGraph)
 def weight_graph(
     node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[_Kind]
 ) -> _Kind | None:
-    """``node`` (quantize, or columnwise of a weight that arrives quantized) and the nodes that compute it.
+    """``node`` (quantize; columnwise or join of weights that arrive quantized) and the nodes that compute it.
 
     Args:
         parameters: the inputs that it may be computed from, with their positions.
@@ -140,7 +141,9 @@ def weight_graph(
         layouts = tuple(quantized.arguments.rowwise), tuple(quantized.arguments.columnwise)
         graph.output([insert(graph, getitem, (copied, quantized.names.index(name)), like=node) for name in made])
     else:
-        made, outputs, layouts, linears = (_TRANSPOSED,), (_TRANSPOSED,), ((), tuple(value(node).shape)), 1
+        made = outputs = (_MADE_OF_STORED[node.target],)
+        counts = node.target is ops.columnwise or value(node).dtype in FP8_MAX  # joined scales are no weights
+        layouts, linears = ((), tuple(value(node).shape)), len(node.all_input_nodes) * counts
         graph.output([copied])
     return kind(
         name=module_path(node),
@@ -157,21 +160,28 @@ def weight_graph(
 
 
 def quantized_weights(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that quantize, and those that transpose what arrives quantized; without parts of another weight."""
-    candidates = nodes(graph, (ops.quantize, ops.columnwise))
-    return [node for node in candidates if not all(user.target is ops.columnwise for user in node.users)]
+    """The nodes that quantize, transpose what arrives quantized, or join it; without parts of another weight."""
+    candidates = nodes(graph, (ops.quantize, *_MADE_OF_STORED))
+    return [node for node in candidates if not all(user.target in _MADE_OF_STORED for user in node.users)]
 
 
 def hoist(
-    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[WeightInput]
+    graph: fx.Graph,
+    parameters: Mapping[fx.Node, int],
+    compilation: Compilation,
+    kind: type[WeightInput],
+    buffers: Mapping[fx.Node, int] | None = None,
 ) -> None:
     """Take the weights that are computed from ``parameters`` (inputs, with their positions) as inputs.
+
+    What joins weights that arrive quantized may read ``buffers``, too: their scales are such.
 
     With too few spare inputs the graph is not changed; it is traced again with enough of them.
     """
     weights: dict[fx.Node, WeightInput] = {}
     for node in quantized_weights(graph):
-        if (weight := weight_graph(node, parameters, compilation, kind)) is not None:
+        sources = {**parameters, **(buffers or {})} if node.target is ops.join else parameters
+        if (weight := weight_graph(node, sources, compilation, kind)) is not None:
             weights[node] = weight
             node.meta[CACHED_KEY] = True
     inputs = compilation.take(graph, [*weights.values()])
@@ -179,7 +189,7 @@ def hoist(
         return
     for node, weight in weights.items():
         placeholders = {name: inputs.pop(0) for name in weight.outputs}
-        outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {_TRANSPOSED: node}
+        outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {weight.outputs[0]: node}
         for name, user in outputs.items():
             user.replace_all_uses_with(placeholders[name])
             graph.erase_node(user)

@@ -79,6 +79,14 @@ def columnwise_copy(data: Tensor, multiples: Sequence[int], *, offs: Tensor | No
     return with_padding(data.t().clone(memory_format=torch.contiguous_format), multiples)
 
 
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of tensors in low precision, or of their scales, below each other."""
+    first = parts[0]
+    if first.element_size() > 1:
+        return torch.cat([*parts])
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)  # no FP8 type has a kernel anywhere
+
+
 # How the scales [R, C] of the tiles of one tensor lie in memory: "" is that, contiguous.
 TRANSPOSED: Final = "transposed"  # [C, R], contiguous
 BLOCKS: Final = "128x4"  # [R / 128, C * 128], in blocks of 128 rows and 4 tiles, as Blackwell's tensor cores read them

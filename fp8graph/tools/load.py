@@ -73,6 +73,8 @@ def load_checkpoint(
         made = _made(module, stored, checkpoint.weight(layer)).to(device)
         if isinstance(made, StoredLinear):
             made.layer_format = replace(stored, part=None)
+            for x in (made.weight, *made.buffers()):  # torch's memory, not safetensors': q's, k's and v's may be joined
+                x.data = x.data.clone()
         owner, _, leaf = layer.rpartition(".")
         setattr(submodule(model, owner), leaf, made.train(module.training))
         if progress is not None:

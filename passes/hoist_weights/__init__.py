@@ -4,6 +4,7 @@
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
     wt = columnwise(w)                                  ->      (a weight that arrives quantized: made once)
+    w = join([wq, wk])                                  ->      (weights that arrive quantized become its rows)
 
 A weight is whatever is computed from parameters alone (``ir/weight_graphs.py``). With delayed scaling its amax is
 recorded when it is quantized.
@@ -22,6 +23,7 @@ bodies of higher-order ops.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -48,6 +50,12 @@ class CachedWeight(WeightInput):
     """A weight whose FP8 copy is kept between calls (``weight_cache.py``)."""
 
     store: ClassVar = "weights"
+
+    @functools.cached_property
+    def is_join(self) -> bool:
+        """Whether it is its parameters as they are, below each other: its rows can be their memory."""
+        *inputs, last, _ = self.quantizing.nodes
+        return last.target is ops.join and [*last.args[0]] == inputs
 
 
 def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -77,7 +85,8 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     facts = compilation.facts
     whole = facts.parameters.keys() - facts.gathered if facts.keeps_weights else ()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
-    hoist(graph, parameters, compilation, CachedWeight)
+    buffers = {node: index for node, index in graph_inputs(graph) if index in facts.buffers}
+    hoist(graph, parameters, compilation, CachedWeight, buffers)
     for node in quantized_weights(graph) if facts.keeps_weights or facts.gathered else ():
         if CACHED_KEY not in node.meta and node.meta.get(OPERAND_KEY) == "weight":
             reason, site = why_not_kept(node, compilation), compilation.site_of(node)

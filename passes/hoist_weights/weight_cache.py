@@ -20,6 +20,9 @@ backward, so that only signals of an update count: a step of the optimizer that 
 trainable and none was seen to hold it), version, address, ``refresh_weights()``, PEFT's merges
 (``runtime/staleness.py``), and the numbers themselves.
 
+Weights that arrive quantized, and are joined, are no copy where they can be moved into one memory
+(``side_by_side.py``): the joined weight is as they are, and is looked for again only when one of them has moved.
+
 A weight, and with it its copies, belongs to its parameters. Graphs that take it in the same layouts share a copy.
 
 Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
@@ -46,6 +49,7 @@ from fp8graph.compat.lives import life
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import CachedWeight
+from fp8graph.passes.hoist_weights.side_by_side import lie_side_by_side, side_by_side
 from fp8graph.runtime.contents import EVERY, Watch, contents_of, same_contents
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Unchanged, picker, signature, storage_of
@@ -64,6 +68,7 @@ class _Copy:
     request: CachedWeight
     tensors: dict[str, Tensor]  # by output name
     made: bool = False  # of the weight's present numbers
+    in_place: bool = False  # its rows are the parameters themselves: it is as they are, whoever writes them
 
 
 @dataclass(eq=False)
@@ -123,12 +128,13 @@ class WeightCache(Store):
                 del self._functions[key]
 
     def report(self) -> Mapping[str, int]:
-        return {"weights": sum(copy.request.linears for copy in self._copies()), "weight_bytes": self.bytes}
+        copied = [copy for copy in self._copies() if not copy.in_place]
+        return {"weights": sum(copy.request.linears for copy in copied), "weight_bytes": self.bytes}
 
     @property
     def bytes(self) -> int:
         """The memory of all copies."""
-        return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
+        return sum(t.nbytes for copy in self._copies() if not copy.in_place for t in copy.tensors.values())
 
     def slot(self, extra_inputs: Sequence[CachedWeight], caller: Caller) -> Slot:
         """The copies that a graph takes, up to date."""
@@ -149,9 +155,11 @@ class WeightCache(Store):
         stale: dict[_Copy, tuple[CachedWeight, _Weight]] = {}
         for request in weights:
             parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
-            copy = self._copy(weight, request, parameters[0].device)
+            copy = self._copy(weight, request, parameters)
             seen = counters, signature(parameters, steps=steps)
-            if weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters):
+            if not copy.in_place and (
+                weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters)
+            ):
                 weight.renew(seen)
             if (copy not in stale and not copy.made) or (request.records and not weight.recorded):
                 stale[copy] = request, weight
@@ -173,18 +181,20 @@ class WeightCache(Store):
         if not positions:
             return None
         parameters = [args[index] for index in positions]
-        if any(isinstance(local(x), FakeTensor) for x in parameters) or _unseen(parameters):
+        copied = [weight for weight in weights if not self._is_in_place(weight, args)]
+        layers = {index: request for request in copied for index in request.parameters}
+        fakes = any(isinstance(local(x), FakeTensor) for x in parameters)
+        if fakes or _unseen([args[index] for index in layers]):
             return lambda _: False  # their changes cannot be detected
         signals = Unchanged(self._counters, positions, args)
         made = {
             index: contents
-            for request in weights
+            for request in copied
             for index, contents in zip(request.parameters, self._weight(request, args).contents, strict=True)
         }
-        layers = {index: request for request in weights for index in request.parameters}
-        on_cpu = [index for index in positions if local(args[index]).is_cpu]
+        on_cpu = [index for index in layers if local(args[index]).is_cpu]
         looks = [same_contents(picker(on_cpu), [made[index] for index in on_cpu])] if on_cpu else []
-        looks += [self._watch(own, made, layers, args) for own in _by_device(set(positions) - {*on_cpu}, args)]
+        looks += [self._watch(own, made, layers, args) for own in _by_device(layers.keys() - {*on_cpu}, args)]
 
         def unchanged(args: Sequence[Any]) -> bool:
             if not signals(args):
@@ -197,6 +207,10 @@ class WeightCache(Store):
             return True
 
         return unchanged
+
+    def _is_in_place(self, request: CachedWeight, args: Sequence[Any]) -> bool:
+        copy = self._weight(request, args).copies.get(id(request))
+        return copy is not None and copy.in_place
 
     def _watch(
         self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, CachedWeight], args: Sequence[Any]
@@ -237,13 +251,18 @@ class WeightCache(Store):
         key = way, *map(id, map(life, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
-    def _copy(self, weight: _Weight, request: CachedWeight, device: torch.device) -> _Copy:
+    def _copy(self, weight: _Weight, request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy:
         """The copy of ``weight`` for a request. One that has more layouts than others takes their place."""
         copy = weight.copies.get(id(request))
+        if copy is not None and copy.in_place and not _is_there(copy, parameters):
+            weight.copies.clear()  # the model has moved to another device, for example
+            copy = None
         if copy is None:
             copy = next((copy for copy in weight.copies.values() if covers(copy.request, request)), None)
             if copy is None:
-                copy = _Copy(request, _buffers(request.made_outputs(), device))
+                copy = _in_place(request, parameters) if request.is_join else None
+            if copy is None:
+                copy = _Copy(request, _buffers(request.made_outputs(), parameters[0].device))
                 for key, other in weight.copies.items():
                     if covers(request, other.request):
                         weight.copies[key] = copy
@@ -342,6 +361,19 @@ def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
 def covers(made: CachedWeight, wanted: CachedWeight) -> bool:
     """Whether the copy ``made`` has the layouts of ``wanted``."""
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
+
+
+def _in_place(request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy | None:
+    """The weight that joins ``parameters``, in their memory; None if they cannot be moved there."""
+    with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
+        joined = side_by_side(parameters)
+    return None if joined is None else _Copy(request, {request.outputs[0]: joined}, made=True, in_place=True)
+
+
+def _is_there(copy: _Copy, parameters: Sequence[Tensor]) -> bool:
+    """Whether the rows of a joined weight still are ``parameters``."""
+    (joined,) = copy.tensors.values()
+    return lie_side_by_side(parameters) and joined.data_ptr() == parameters[0].data_ptr()
 
 
 def _buffers(values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

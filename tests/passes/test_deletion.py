@@ -25,6 +25,7 @@ FEATURES = (
     "dequantize_backward.py",
     "fold.py",
     "fuse_linears.py",
+    "fuse_stored_linears.py",
     "gather_in_fp8.py",
     "gather_weights",
     "hoist_weights",
