@@ -54,6 +54,7 @@ from fp8graph.passes.share_sigmoid import share_sigmoid
 from fp8graph.passes.smooth import smooth, smooths
 from fp8graph.passes.store_once import store_once
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
+from fp8graph.passes.use_small_tiles import may_use_small_tiles, use_small_tiles, wanted_repeats
 from fp8graph.passes.write import write
 from fp8graph.runtime.stores import Starter, Store
 
@@ -91,6 +92,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(gather_in_fp8, gathers),
     Pass(fuse_linears, are_fused),
     Pass(fuse_stored_linears, may_be_joined, wants=wanted_joins),
+    Pass(use_small_tiles, may_use_small_tiles, wants=wanted_repeats),
     Pass(prepare_fp4, rotates_or_draws),
     Pass(observe, is_observed, wants=wanted_statistics),
     Pass(gather_weights, are_gathered),

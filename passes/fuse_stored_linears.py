@@ -36,7 +36,7 @@ from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, static_size, value, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen, Site
-from fp8graph.ir.weight_graphs import computed_from
+from fp8graph.ir.weight_graphs import computed_from, inputs_to_keep
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.fuse_linears import FORWARD_APART, are_fused, slice_result
 
@@ -177,8 +177,7 @@ def _why_not_by_itself(fprop: fx.Node, compilation: Compilation) -> str:
     size, block = static_size(value(data).shape[0]), given["block_b"]
     if size is None or not fits_in_group(size, [block]):
         return f"its output size {size} is not a multiple of {max([16, *block])}"
-    may_keep = (facts.parameters.keys() | facts.buffers) - facts.gathered
-    kept = {node: index for node, index in inputs.items() if index in may_keep}
+    kept = inputs_to_keep(fprop.graph, facts)
     if any(node not in kept and computed_from(node, kept) is None for node in (data, scales)):
         return "its weight or scales are neither parameters nor buffers, and may change with each call"
     return ""

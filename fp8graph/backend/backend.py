@@ -59,7 +59,7 @@ class Backend(BackendMethods):
         recipe: the recipe of that default policy: "mxfp8" if the target or this machine's GPU is an NVIDIA one
             that supports it, else "tensorwise". Together with ``policy``, it replaces the policy's default recipe.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
-            cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad.
+            cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad, small_tiles.
         observe, guard: the arguments of :meth:`observe` and :meth:`guard`, which are then called; ``{}``: with their
             defaults. A policy file has them as tables; what is given here replaces the file's. "to_jsonl" is a file to
             which ``observe`` appends each observed step.

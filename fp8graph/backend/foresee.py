@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
@@ -18,6 +19,7 @@ from fp8graph import hardware
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import GraphFacts
 from fp8graph.ir.naming import Parameter, names_of, place_of
+from fp8graph.ir.nodes import size_hint
 from fp8graph.ir.sites import Foreseen, Site
 from fp8graph.passes import JOINT_PIPELINE
 from fp8graph.recipes import GemmName, Recipe
@@ -63,7 +65,15 @@ def _foresee(module: fx.GraphModule, facts: GraphFacts) -> list[Foreseen]:
             device = facts.settings.hardware or hardware.of_device(_device(weight))
             size = _rows(weight)
             foreseen.append(
-                Foreseen(site=site, recipes=recipes, hardware=device, sibling_key=siblings, rows=size, stored=stored)
+                Foreseen(
+                    site=site,
+                    recipes=recipes,
+                    hardware=device,
+                    sibling_key=siblings,
+                    rows=size,
+                    tokens=_tokens(node),
+                    stored=stored,
+                )
             )
     return foreseen
 
@@ -101,6 +111,13 @@ def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterat
 def _device(weight: fx.Node) -> torch.device:
     example = weight.meta.get("example_value")
     return example.device if isinstance(example, torch.Tensor) else torch.device("cpu")
+
+
+def _tokens(matmul: fx.Node) -> int:
+    """M of the input [..., K]."""
+    example = matmul.all_input_nodes[0].meta.get("example_value")
+    shape = example.shape[:-1] if isinstance(example, torch.Tensor) else ()
+    return math.prod(map(size_hint, shape)) if len(shape) else 0
 
 
 def _rows(weight: fx.Node) -> int:

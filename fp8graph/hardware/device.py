@@ -116,6 +116,10 @@ class Hardware:
         """The dtype in which decoded ``operands`` are multiplied; the result is rounded once, to ``out_dtype``."""
         return torch.float32
 
+    def most_rows_of_small_tiles(self, scaling: str) -> int:
+        """The number of rows up to which smaller tiles, of another form of the operands, are faster; 0: none are."""
+        return 0
+
     # The multiplication.
 
     @classmethod

@@ -110,6 +110,11 @@ def known_equal(a: Any, b: Any) -> bool:
     return isinstance(a == b, bool) and a == b or statically_known_true(a == b)
 
 
+def known_at_most(size: int | torch.SymInt, most: int) -> bool:
+    """Whether a size is no larger in any run. Never adds a guard."""
+    return size <= most if isinstance(size, int) else statically_known_true(size <= most)
+
+
 def known_contiguous(x: torch.Tensor) -> bool:
     """Whether ``x`` is contiguous in every run. Never adds a guard, where ``x.is_contiguous()`` does or raises."""
     if all(isinstance(size, int) for size in (*x.shape, *x.stride())):

@@ -10,6 +10,7 @@
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     join(parts [rows, ...]) -> their rows below each other
+    repeat_scales(scale_inv [rows / 128, tiles], rows) -> [tiles, rows]: those of 128x128 tiles as those of 1x128
 
 Each op runs its reference function from ``numerics``, which ``lower`` traces as well (``REFERENCE``); scaled matmuls
 run the device's own kernel (``hardware``). The fakes compute only shapes, since running a reference on fakes costs a
@@ -121,6 +122,10 @@ def _shape_of_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor
 def _shape_of_join(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     return first.new_empty([sum(part.shape[0] for part in parts), *first.shape[1:]])
+
+
+def _shape_of_repeat_scales(scale_inv: Tensor, rows: int) -> Tensor:
+    return scale_inv.new_empty([scale_inv.shape[1], rows])
 
 
 def define(
@@ -267,6 +272,12 @@ join = define(
     "(Tensor[] parts) -> Tensor",
     reference=tiles.joined_rows,
     fake=_shape_of_join,
+)
+repeat_scales = define(
+    "repeat_scales",
+    "(Tensor scale_inv, int rows) -> Tensor",
+    reference=tiles.repeated_scales,
+    fake=_shape_of_repeat_scales,
 )
 
 

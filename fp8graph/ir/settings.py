@@ -49,6 +49,9 @@ class Settings:
         accumulate_wgrad: add wgrad's FP32 result to a buffer, without rounding it to bf16: ``weight.main_grad`` if the
             weight has one (FP32, as Megatron's and Transformer Engine's have), else the ``.grad`` of an FP32 weight.
             With torch 2.15 on an NVIDIA GPU the GEMM itself adds.
+        small_tiles: where no gradients are computed, and at most 128 rows are multiplied (decoding), let operands with
+            a scale per row be multiplied as they are, in smaller tiles, and their scales multiply the FP32 result. It
+            rounds in another order than the GEMM does. On NVIDIA GPUs of sm_90.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -63,6 +66,7 @@ class Settings:
     save_activations_in_fp8: bool = field(default=False, metadata=_DECIDES)
     fuse_linears: bool = field(default=True, metadata=_DECIDES)
     accumulate_wgrad: bool = field(default=False, metadata=_DECIDES)
+    small_tiles: bool = field(default=False, metadata=_DECIDES)
 
     def __post_init__(self) -> None:
         for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
@@ -72,7 +76,7 @@ class Settings:
             raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
         if type(self.cache_weights) is not bool and self.cache_weights != "update":
             raise ConfigError(f'cache_weights must be True, False or "update", not {self.cache_weights!r}.')
-        for name in ("strict", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad"):
+        for name in ("strict", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad", "small_tiles"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
         _ = self.hardware, self.inductor  # raises for an unknown target

@@ -115,6 +115,7 @@ class Foreseen:
     hardware: Hardware
     sibling_key: Any  # equal for linears of one module that read one tensor, and may be fused
     rows: int  # N of the weight [N, K]; 0 if it is not known
+    tokens: int  # M of the input [M, K], as it was traced; 0 if it is not known
     stored: str = ""  # the scaling of a weight that arrives quantized, which no recipe quantizes
 
     def used(self, *gemms: GemmName) -> set[Recipe]:

@@ -24,6 +24,7 @@ from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
+from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import (
     CACHED_KEY,
     fake_mode_of,
@@ -38,7 +39,8 @@ from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
 SHARDED: Final = "a copy of all of it would take the memory that sharding saves"  # why a gathered one is not kept
-_MADE_OF_STORED: Final = {ops.columnwise: "columnwise", ops.join: "joined"}  # of a weight that arrives quantized
+# Made of a weight that arrives quantized; scales are repeated of any.
+_MADE_OF_STORED: Final = {ops.columnwise: "columnwise", ops.join: "joined", ops.repeat_scales: "repeated_scale_inv"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +118,7 @@ class WeightInput(WeightGraph):
         return [f"{made_of} {output}" for output in self.outputs]
 
 
+_READ_BUFFERS: Final = (ops.join, ops.repeat_scales)
 _Kind = TypeVar("_Kind", bound=WeightGraph)
 
 
@@ -174,13 +177,13 @@ def hoist(
 ) -> None:
     """Take the weights that are computed from ``parameters`` (inputs, with their positions) as inputs.
 
-    What joins weights that arrive quantized may read ``buffers``, too: their scales are such.
+    What joins weights that arrive quantized, or repeats scales, may read ``buffers``, too: such scales are.
 
     With too few spare inputs the graph is not changed; it is traced again with enough of them.
     """
     weights: dict[fx.Node, WeightInput] = {}
     for node in quantized_weights(graph):
-        sources = {**parameters, **(buffers or {})} if node.target is ops.join else parameters
+        sources = {**parameters, **(buffers or {})} if node.target in _READ_BUFFERS else parameters
         if (weight := weight_graph(node, sources, compilation, kind)) is not None:
             weights[node] = weight
             node.meta[CACHED_KEY] = True
@@ -197,6 +200,12 @@ def hoist(
             graph.erase_node(node)
     if weights:
         erase_unused(graph)
+
+
+def inputs_to_keep(graph: fx.Graph, facts: GraphFacts) -> dict[fx.Node, int]:
+    """The inputs, with their positions, of which something may be kept between calls: parameters and buffers."""
+    positions = (facts.parameters.keys() | facts.buffers) - facts.gathered
+    return {node: index for node, index in graph_inputs(graph) if index in positions}
 
 
 def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:

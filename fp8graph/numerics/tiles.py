@@ -87,6 +87,11 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)  # no FP8 type has a kernel anywhere
 
 
+def repeated_scales(scale_inv: Tensor, rows: int) -> Tensor:
+    """The scales [ceil(rows / 128), C] of tiles of 128 rows as those of each row, TRANSPOSED: [C, rows]."""
+    return scale_inv.repeat_interleave(ROWS, 0)[:rows].t().clone(memory_format=torch.contiguous_format)
+
+
 # How the scales [R, C] of the tiles of one tensor lie in memory: "" is that, contiguous.
 TRANSPOSED: Final = "transposed"  # [C, R], contiguous
 BLOCKS: Final = "128x4"  # [R / 128, C * 128], in blocks of 128 rows and 4 tiles, as Blackwell's tensor cores read them

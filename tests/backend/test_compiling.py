@@ -106,6 +106,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "save_activations_in_fp8": {"save": "memory", "save_activations_in_fp8": True},
     "fuse_linears": {"fuse_linears": False},
     "accumulate_wgrad": {"accumulate_wgrad": True},
+    "small_tiles": {"small_tiles": True},
 }
 CHOICES: dict[str, dict[str, Any]] = {
     "rules": {"policy": Policy([Rule("up", None)], default="tensorwise", min_speedup=0)},

@@ -108,6 +108,7 @@ OTHER_DECISIONS: dict[str, dict[str, Any]] = {
     "save_activations_in_fp8": {"save": "memory", "save_activations_in_fp8": True},
     "fuse_linears": {"fuse_linears": False},
     "accumulate_wgrad": {"accumulate_wgrad": True},
+    "small_tiles": {"small_tiles": True},
     "recipe": {"recipe": "rowwise"},
 }
 

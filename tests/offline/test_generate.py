@@ -342,3 +342,31 @@ def test_a_calibration_file_is_not_a_target(tmp_path: Path) -> None:
     file.write_text(json.dumps({"target": "sm_90", "speed": {**speed, "rates": dict(speed["rates"])}}))
     report = fp8graph.explain(nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16(), target=str(file))
     assert {kernel.target for kernel in report.kernels} == {"sm_90"}
+
+
+@pytest.mark.parametrize(("recipe", "settings"), [("blockwise", {}), ("rowwise", {"small_tiles": True})])
+def test_decoding_hands_cublas_what_it_multiplies_in_small_tiles(recipe: str, settings: dict[str, Any]) -> None:
+    """Scales of 1x128 on both sides; unit scales and an FP32 result, which the next kernel scales."""
+    launches: list[list[tuple[str, str]]] = []
+    for rows in (16, 256):
+        torch._dynamo.reset()
+        backend = Generating(fp8graph.Policy(default=recipe, min_speedup=0), target="sm_90", **settings)
+        model = nn.Sequential(nn.Linear(512, 384, bias=False), nn.ReLU()).bfloat16()
+        with torch.no_grad():
+            torch.compile(model, backend=backend)(torch.randn(rows, 512, dtype=torch.bfloat16))
+        (code,) = (code for direction, code in backend.generator.code if direction != "weights")
+        kernels = [k for k in backend.generator.kernels if k.graph != "weights"]
+        launches.append([(k.kind, k.name.partition("_fused_")[2] or k.name) for k in kernels])
+        few = rows == 16
+        if recipe == "blockwise":
+            ((_, _, scale_a, scale_b),) = block_gemms(code)
+            assert scale_a == ((rows, 4), (1, rows))
+            assert scale_b == (((4, 384), (384, 1)) if few else ((4, 3), (1, 4)))
+        else:
+            (gemm,) = (line for line in code.splitlines() if "._scaled_mm(" in line)
+            assert ("out_dtype=torch.float32" in gemm) == few
+    few, many = launches
+    if recipe == "blockwise":
+        assert few == many  # the scales are repeated once per weight, in no kernel of this graph
+    else:
+        assert len(few) == len(many) + 1  # one writes the scale 1

@@ -39,6 +39,7 @@ FEATURES = (
     "save_for_backward.py",
     "smooth.py",
     "unpack.py",
+    "use_small_tiles.py",
 )
 
 # The compiler itself.
