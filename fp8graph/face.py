@@ -43,6 +43,7 @@ from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_shards, quantized_state
 from fp8graph.tools.load import load_checkpoint, update_weights
 from fp8graph.tools.package import package
+from fp8graph.tools.quantize_weights import quantize_weights
 from fp8graph.tools.rewrite import lower, rewrite
 from fp8graph.tools.shards import TensorShard
 from fp8graph.version import __version__
@@ -91,6 +92,7 @@ __all__ = [
     "numerics",
     "package",
     "planning",
+    "quantize_weights",
     "quantized_shards",
     "quantized_state",
     "refresh_weights",

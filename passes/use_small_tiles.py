@@ -7,7 +7,7 @@
 
 With m of 16, tiles of 128 x 128 leave most of the multiprocessors idle, and most of each tile is not read. cuBLASLt has
 tiles of 64 x 8 for one scale per tensor and for tiles of 1x128 on both sides, and for no other scaling. Repeated scales
-give the same numbers; ``hoist_weights`` keeps them, 1 / 32 of the weight's bytes. Scales of rows that multiply the
+are the same numbers; ``hoist_weights`` keeps them, 1 / 32 of the weight's bytes. Scales of rows that multiply the
 result round in another order than the GEMM's epilogue does, so that only the user's option asks for it.
 
 Refuses (leaves alone, and says so) a number of rows that is small now and may be larger in another call; scales that

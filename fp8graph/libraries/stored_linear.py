@@ -126,6 +126,14 @@ def forward_of(read: Callable[[Any], StoredWeight], in_eager: bool) -> Callable[
     return forward
 
 
+@torch.compiler.disable  # Dynamo of torch 2.11 fails on an exception of a class like this one
+def _refuse_training(name: str) -> None:
+    raise ConfigError(
+        f"{name} is called to train, and fp8graph.quantize_weights has dropped its weight in high precision, for "
+        "serving. Call model.eval() to serve it. To train, load the model in high precision."
+    )
+
+
 class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
     """``nn.Linear`` with a frozen weight that is kept as it is stored.
 
@@ -139,6 +147,9 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
     weight_global_scale_inv: Tensor | None
     input_scale_inv: Tensor | None
     layer_format: object = None  # how its checkpoint stores it: an update comes in the same form
+    served_as: str = (
+        ""  # its name, if ``quantize_weights`` dropped a weight in high precision: it is not trained through
+    )
 
     def __init__(self, stored: StoredWeight, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)  # nn.Linear's would make a weight in high precision
@@ -164,6 +175,8 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
         )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
+        if self.served_as and self.training and torch.is_grad_enabled():
+            _refuse_training(self.served_as)
         return multiplied(input, self.stored(), self.bias)
 
     def extra_repr(self) -> str:

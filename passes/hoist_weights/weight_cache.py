@@ -156,10 +156,11 @@ class WeightCache(Store):
         for request in weights:
             parameters, weight = [args[index] for index in request.parameters], self._weight(request, args)
             copy = self._copy(weight, request, parameters)
+            if copy.in_place:
+                tensors += copy.tensors.values()
+                continue
             seen = counters, signature(parameters, steps=steps)
-            if not copy.in_place and (
-                weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters)
-            ):
+            if weight.made_of != seen or _unseen(parameters) or self._differs(weight, parameters):
                 weight.renew(seen)
             if (copy not in stale and not copy.made) or (request.records and not weight.recorded):
                 stale[copy] = request, weight
