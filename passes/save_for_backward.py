@@ -10,7 +10,8 @@ recipes read a tensor twice, once for the scales of its rows and once for those 
 of an activation function's result is made next to the function's own backward, which reads the same inputs. Otherwise
 the partitioner, to which the dialect is opaque, saves the FP8 copy. With "memory" backward quantizes everything once
 more, from tensors that are kept anyway (the inputs of a norm, of an activation function, of attention), as the
-partitioner finds out. With one scale per tensor, forward's scale is saved, so that backward computes the same bits.
+partitioner finds out. With one scale per tensor, or per square tile, forward's scales are saved: backward takes no
+amax, and computes the same bits.
 
 With ``save_activations_in_fp8``, the inputs of an activation function between two FP8 GEMMs (SwiGLU's gate and up)
 are kept in E4M3 with one scale per tensor, and backward recomputes the function from them:
@@ -196,11 +197,15 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, chains: Sequence[Sequence[fx
     read = {*decoded, *(filter(is_backward, copy.users) if copy is not None else ())}
     with graph.inserting_before(node):
         columnwise = arguments.columnwise if copy is not None and not all(map(is_backward, copy.users)) else []
-        of_forward = dataclasses.replace(arguments, columnwise=columnwise, keep_scales=quantized.kind.own_scale)
+        of_tiles = quantized.kind.keeps_tiles and arguments.has_square_tiles
+        keep = quantized.kind.own_scale or of_tiles
+        of_forward = dataclasses.replace(arguments, columnwise=columnwise, keep_scales=keep)
         forward = _insert(graph, of_forward, node, like=node)
         made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
         if quantized.kind.own_scale:
             arguments = dataclasses.replace(arguments, scales=_output(graph, forward, "scales"), row=0)
+        elif of_tiles:
+            arguments = dataclasses.replace(arguments, tile_scales=_output(graph, forward, "scales"))
     first = in_order(read)[0]
     with graph.inserting_before(first):
         if chains:

@@ -99,7 +99,9 @@ def output_shapes(arguments: QuantizeArguments[Any]) -> list[tuple[list[int], to
         if kind.scale_of_layout:
             whole.append([*batch, r, 1] if arguments.row_scaled else [] if units is None else [units])
     shared = kind.shared_shapes([*batch, rows], units, arguments.scales is not None, arguments.keep_scales)
-    return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *shared))]
+    kept = kind.scale_shape(rows, columns, block) if kind.tiled and arguments.keep_scales else None
+    tiles = [] if kept is None else [([*batch, *kept], kind.scale_dtype)]
+    return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *shared)), *tiles]
 
 
 def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -146,6 +148,9 @@ def _quantized(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
             sources = [source.transpose(-2, -1) for source in sources]
         if transposed and arguments.row_scaled:
             of_layout = kind.shared(sources if groups is None else [sources[0].t()], arguments)
+        if transposed and of_layout.of_tiles is not None:
+            turned = [x.transpose(-2, -1).contiguous() for x in of_layout.of_tiles]
+            of_layout = dataclasses.replace(of_layout, of_tiles=turned)
         request = LayoutRequest(
             parts=sources,
             axis=-3 - dim if transposed and groups is None else dim,

@@ -39,6 +39,11 @@ def test_arguments_have_names_and_defaults() -> None:
         (([1, 16], []), {}, ["rowwise", "scale_inv"]),
         (([1, 16], [1, 16]), {"keep_scales": True}, ["rowwise", "columnwise", "scale_inv", "scales"]),
         (
+            ([1, 16], []),
+            {"scaling": "block", "block": [128, 128], "keep_scales": True},
+            ["rowwise", "rowwise_scale_inv", "scales"],
+        ),
+        (
             ([1, 16], [1, 16]),
             {"scaling": "row"},
             ["rowwise", "columnwise", "rowwise_scale_inv", "columnwise_scale_inv"],
@@ -54,6 +59,20 @@ def test_outputs_have_names(layouts: Any, settings: Any, names: list[str]) -> No
         if name in ("rowwise", "columnwise"):
             assert value.shape == ((32, 48) if name == "rowwise" else (48, 32))
             assert value.dtype == FP8
+
+
+@pytest.mark.parametrize(
+    ("block", "multiples", "square"),
+    [
+        ([128, 128], [16, 16], True),
+        ([128, 128], [16, 512], True),  # tiles of zeros, which are made apart
+        ([1, 128], [1, 16], False),
+        ([40, 40], [16, 1], False),  # a row of tiles for zeros
+        ([40, 40], [1, 16], False),
+    ],
+)
+def test_square_tiles_are_those_of_both_layouts(block: list[int], multiples: list[int], square: bool) -> None:
+    assert node_of([], multiples, scaling="block", block=block).arguments.has_square_tiles == square
 
 
 def test_readers_of_outputs_by_name() -> None:

@@ -165,6 +165,35 @@ def test_square_tiles_hold_the_same_numbers_in_both_layouts() -> None:
         assert torch.equal(row, column)
 
 
+@pytest.mark.parametrize("dim", [-2, -1])
+@first_fast(
+    "recipe",
+    [
+        Float8BlockScaling(power_2_scale=False),
+        Float8BlockScaling(scale_format="ue8m0"),
+        Float8BlockScaling(w_block=(64, 64)),
+    ],
+)
+def test_square_tiles_are_cast_again_with_the_scales_that_were_kept(recipe: Recipe, dim: int) -> None:
+    """Bit for bit, without an amax, side by side and with ragged edges, zeros and numbers that are not finite."""
+    quantizer = recipe.quantizer("weight")
+    whole = torch.randn(384, 256) * torch.logspace(-30, 30, 384).unsqueeze(1)
+    whole[0, 0], whole[130, 0], whole[200:] = math.inf, math.nan, 0.0
+    settings = quantization.quantizer_kwargs(quantizer)
+    for parts in ([whole[:256], whole[256:]] if dim == -2 else [whole[:, :128], whole[:, 128:]], [whole[:300, :200]]):
+        x, more = parts[0], {"more": parts[1:], "dim": dim} if len(parts) > 1 else {}
+        scales: Any = {}
+        row, column = [16, 16], [16, 128]
+        both = ops.quantize(x, *quantization.quantizer_args(quantizer), row, column, **settings, **more)
+        for layouts, kept in ((row, []), True), (([], column), False):
+            again = ops.quantize(
+                x, *quantization.quantizer_args(quantizer), *layouts, keep_scales=kept, **scales, **settings, **more
+            )
+            if kept:
+                scales = {"tile_scales": again.pop()}
+            assert same_bits(again, both[::2] if kept else both[1::2])
+
+
 @each_recipe
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: Any, bias: bool) -> None:

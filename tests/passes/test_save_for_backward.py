@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from benchmarks import checkpointing
+from fp8graph import Float8BlockScaling, MXFP8BlockScaling
 from fp8graph.ir import ops
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import sqnr_db
@@ -196,6 +197,32 @@ def test_the_scale_is_forwards() -> None:
     assert "f32[1, 2]) =" in forward
     (again,) = [line for line in text.splitlines() if "scales=input_scales" in line]
     assert "columnwise=[16, 16]" in again
+
+
+def test_scales_of_square_tiles_are_forwards() -> None:
+    """One FP32 number per tile of 128 x 128: backward reads the weight once."""
+    x = torch.randn(16, LARGE, requires_grad=True)
+    text = stage(nn.Linear(LARGE, LARGE, bias=False), x, after="save_for_backward", policy=Policy(default="blockwise"))
+    forward, _, backward = text.partition("# backward")
+    (first,) = [line for line in forward.splitlines() if "quantize_weight" in line and "quantize(" in line]
+    assert "keep_scales=True" in first
+    assert "f32[16, 16]" in first
+    (again,) = [line for line in backward.splitlines() if "quantize_weight" in line and "quantize(" in line]
+    assert "tile_scales=weight_scales" in again
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(MXFP8BlockScaling(enable_2d_quantization=True), id="E8M0"),
+        pytest.param(Float8BlockScaling(w_block=(1, 128)), id="tiles of rows"),
+    ],
+)
+def test_other_tiles_have_their_amaxes_again(recipe: Any) -> None:
+    x = torch.randn(16, LARGE, requires_grad=True)
+    text = stage(nn.Linear(LARGE, LARGE, bias=False), x, after="save_for_backward", policy=Policy(default=recipe))
+    assert "tile_scales" not in text
+    assert len([line for line in text.splitlines() if "quantize_weight" in line and "quantize(" in line]) == 2
 
 
 def checkpointed_view(recipe: str, **settings: Any) -> tuple[str, str]:

@@ -45,7 +45,10 @@ class QuantizeArguments(Generic[T]):
         scales, row: for "delayed": [tensors, 2 or more], a table of scales, and the row of this tensor; None is 1. Its
             ``scale_inv`` has shape [1], and one amax per row is returned. For other kinds with ``takes_scale``,
             ``scales`` replace those from amaxes: of all rows or tiles, or nvfp4's scale of the whole tensor.
-        keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
+        keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax; for
+            square tiles: ``tile_scales``.
+        tile_scales: of square tiles, [row tiles, column tiles]: what the same tensor was quantized with before. They
+            replace those from amaxes.
         more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); the sizes of each are
             multiples of the tiles and of the multiples for padding.
             offs, per_matrix: for an operand of a grouped matmul: the rows of ``x`` [t, c] fall into groups that end at
@@ -71,6 +74,7 @@ class QuantizeArguments(Generic[T]):
     scales: T | None = None
     row: int = 0
     keep_scales: bool = False
+    tile_scales: T | None = None
     more: Sequence[T] | None = None
     dim: int = -1
     offs: T | None = None
@@ -91,6 +95,14 @@ class QuantizeArguments(Generic[T]):
     def parts(self) -> list[T]:
         """The tensors that are joined and quantized as one."""
         return [self.x, *(self.more or ())]
+
+    @property
+    def has_square_tiles(self) -> bool:
+        """Whether both layouts have the same tiles, with the same scales. Tiles of zeros may pad the columns."""
+        rows, columns = self.block or (0, 1)
+        return rows == columns and all(
+            rows % high == 0 and (columns % wide == 0 or wide % columns == 0) for high, wide in self.layouts.values()
+        )
 
     @property
     def layouts(self) -> dict[Layout, Sequence[int]]:
@@ -114,6 +126,7 @@ class Shared:
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     global_scale: Tensor | None = None  # [], [groups], or [..., rows, 1]
+    of_tiles: Sequence[Tensor] | None = None  # ``tile_scales`` of each part, [row tiles, column tiles]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +169,7 @@ class Scaling(ABC):
     one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are the rowwise data, transposed
     has_state: ClassVar[bool] = False  # the scale comes from earlier steps
     scale_of_layout: ClassVar[bool] = False  # each layout also has one scale, beside those of its tiles
+    keeps_tiles: ClassVar[bool] = False  # ``tile_scales`` may replace the scales of square tiles
     takes_scale: ClassVar[bool] = True  # ``QuantizeArguments.scales`` may replace the scales from an amax
     columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
     not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from fp8graph.numerics.formats import (
     amax_of,
     biased_exponent,
     exp2_biased,
+    inverse,
     overflow_as_nan,
     saturating_cast,
     widened_columns,
 )
 from fp8graph.numerics.hints import divide, materialize
-from fp8graph.numerics.scalings.base import Arguments, LayoutRequest, Scaling, fp8_scales
+from fp8graph.numerics.scalings.base import Arguments, LayoutRequest, Scaling, Shared, fp8_scales
 from fp8graph.numerics.tiles import join, ordered, pad_to_multiple, padding_needed, tiles_of, untile, with_padding
-from fp8graph.recipes import FP8_MAX
+from fp8graph.recipes import FP8_MAX, Layout
 
 
 class Tiled(Scaling):
@@ -38,6 +40,32 @@ class Tiled(Scaling):
         """The number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made separately."""
         return 1
 
+    def kept(self, scale: Tensor, scale_inv: Tensor) -> Tensor:
+        """That of both from which :meth:`of_kept` computes both."""
+        return scale
+
+    def of_kept(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """``(scale, scale_inv)`` of tiles whose scales were kept, bit for bit."""
+        return kept, inverse(kept)
+
+    def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
+        return [*super().outputs(layouts, keep_scales), *(["scales"] if keep_scales else [])]
+
+    def shared(self, parts: Sequence[Tensor], arguments: Arguments) -> Shared:
+        dim, block = arguments.dim, arguments.block
+        if arguments.tile_scales is not None:
+            sizes = [-(-part.shape[dim] // block[dim]) for part in parts]
+            return Shared(of_tiles=arguments.tile_scales.split(sizes, dim))
+        if not arguments.keep_scales:
+            return Shared()
+        request = LayoutRequest(parts=parts, axis=dim, multiples=(1, 1), arguments=arguments, shared=Shared())
+        tiled = [tiles_of(pad_to_multiple(widened_columns(x, -1), *block), block) for x in parts]
+        return Shared(of_tiles=[self.kept(*self.scales_of(x, amax_of(x, (-3, -1)), request)) for x in tiled])
+
+    def shared_outputs(self, shared: Shared, arguments: Arguments) -> list[Tensor]:
+        kept = cast(Sequence[Tensor], shared.of_tiles) if arguments.keep_scales else ()
+        return [join([materialize(part) for part in kept], arguments.dim)] if kept else []
+
     def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
         block, multiples = request.arguments.block, request.multiples
         per_multiple = self.tiles_per_multiple(multiples[1], block)
@@ -45,8 +73,11 @@ class Tiled(Scaling):
         exact = [widened_columns(x, -1) for x in parts]
         padded = [pad_to_multiple(x, *block) for x in exact]
         tiled = [tiles_of(x, block) for x in padded]
-        amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
-        scales = [self.scales_of(*part, request) for part in zip(tiled, amaxes, strict=True)]
+        if request.shared.of_tiles is not None:
+            scales = list(map(self.of_kept, request.shared.of_tiles))
+        else:
+            amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
+            scales = [self.scales_of(*part, request) for part in zip(tiled, amaxes, strict=True)]
         inverses, axis = [inverse for _, inverse in scales], request.axis
         columns = sum(inverse.shape[-1] for inverse in (inverses if axis == -1 else inverses[:1]))
         padding = padding_needed(columns, per_multiple) if per_multiple > 1 else None  # in tiles
@@ -100,7 +131,7 @@ class Block(Tiled):
     name = gemm = "block"
     gemm_title = "FP8 GEMM with one scale per tile"
     reads, launches, rate = (0, 1), (1.0, 1.75), 0.8
-    reads_apart = 2  # for the amaxes of square tiles, too, which both copies share
+    keeps_tiles = True
 
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
         return fp8_scales(amax, request.arguments, largest=torch.finfo(request.arguments.x.dtype).max)
@@ -120,7 +151,15 @@ class _E8M0(Tiled):
         """int32: the biased exponents of ``scale_inv``; 255 is NaN."""
 
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
-        exponent = self.exponents(amax, request.arguments)
+        return self._of_exponents(self.exponents(amax, request.arguments))
+
+    def kept(self, scale: Tensor, scale_inv: Tensor) -> Tensor:
+        return scale_inv
+
+    def of_kept(self, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return self._of_exponents(kept.to(torch.int32))
+
+    def _of_exponents(self, exponent: Tensor) -> tuple[Tensor, Tensor]:
         scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
         return scale, exponent.to(torch.uint8)
 
