@@ -24,6 +24,7 @@ from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
 from fp8graph.passes.attention.ops import active_implementation
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
+from fp8graph.passes.cast_in_tiles import cast_in_tiles
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.dequantize_backward import dequantize_backward, dequantizes
@@ -108,10 +109,10 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.
-LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower, share_sigmoid, store_once)
+LOWERING: tuple[Callable[[fx.Graph], None], ...] = (cast_in_tiles, lower, share_sigmoid, store_once)
 
 # Runs on a graph that quantizes weights and writes the results into their kept copies.
-WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
+WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING[1:], write)
 
 # Keep the tensors that graphs take because one of these passes wants them. A call asks them in this order.
 STORES: tuple[type[Store], ...] = (

@@ -50,7 +50,7 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
     traces: dict[Any, fx.Graph] = {}
     originals = set(graph.nodes)
     for node in originals:
-        node.meta[NAMES_KEY] = (node.name,)  # Inductor makes more nodes later: they have none
+        node.meta.setdefault(NAMES_KEY, (node.name,))  # Inductor makes more nodes later: they have none
     for node in list(nodes(graph, references)):
         if ops.stays(node):
             continue

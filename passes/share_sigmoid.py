@@ -30,7 +30,7 @@ from fp8graph.passes.lower import is_rewritten
 def share_sigmoid(graph: fx.Graph) -> None:
     if not is_rewritten(graph):
         return
-    quotients = {node: x for node in nodes(graph, (aten.div.Tensor,)) if (x := _argument_of_silu(node)) is not None}
+    quotients = {node: x for node in nodes(graph, (aten.div.Tensor,)) if (x := argument_of_silu(node)) is not None}
     shared: dict[fx.Node, fx.Node] = {}
     for quotient, x in quotients.items():
         if x in shared:
@@ -47,11 +47,16 @@ def share_sigmoid(graph: fx.Graph) -> None:
     erase_unused(graph)
 
 
-def _argument_of_silu(node: fx.Node) -> fx.Node | None:
+def argument_of_silu(node: fx.Node) -> fx.Node | None:
     """``x``, FP32, if ``node`` is ``x / (exp(-x) + 1)``."""
     x, divisor = node.args
     if not isinstance(x, fx.Node) or not isinstance(divisor, fx.Node) or value(x).dtype != torch.float32:
         return None
+    return x if argument_of_exponential(divisor) is x else None
+
+
+def argument_of_exponential(divisor: fx.Node) -> fx.Node | None:
+    """``x`` if a node is ``exp(-x) + 1``."""
     if divisor.target is not aten.add.Tensor or divisor.args[1] != 1 or divisor.kwargs:
         return None
     chain = [divisor.args[0]]
@@ -60,7 +65,7 @@ def _argument_of_silu(node: fx.Node) -> fx.Node | None:
         if not isinstance(last, fx.Node) or last.target is not target:
             return None
         chain.append(last.args[0])
-    return x if chain[-1] is x else None
+    return cast(fx.Node, chain[-1])
 
 
 def _denominator(quotient: fx.Node) -> list[fx.Node]:

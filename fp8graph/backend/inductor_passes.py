@@ -32,6 +32,7 @@ from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY, ate
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
+from fp8graph.passes.lower import lower
 from fp8graph.records import CollectiveRecord, GemmRecord, Origin, OtherRecord, RefusalRecord, SiteRecord
 from fp8graph.report.graph_view import GraphView, add_origins, collective_records, input_origins
 from fp8graph.runtime.stores import accelerator_of
@@ -290,8 +291,9 @@ class LowerPass(_Pass):
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         with self.stopwatch():
-            for run in self._passes:
-                _run(graph, run.__name__, functools.partial(run, graph), lowered=True)
+            for index, run in enumerate(self._passes):
+                lowered = lower in self._passes[: index + 1]
+                _run(graph, run.__name__, functools.partial(run, graph), lowered=lowered)
 
 
 def _spell_out_dropout(graph: fx.Graph) -> None:

@@ -5,7 +5,9 @@ And its lowerings for our own ops: how they store, divide, reduce and read.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 import math
 import platform
 import warnings
@@ -19,6 +21,7 @@ import torch
 import torch._inductor
 from torch import fx
 from torch._guards import TracingContext
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, scheduler
 from torch._inductor.choices import InductorChoices
@@ -541,6 +544,73 @@ def lower_to_saturating_cast(op: Any, largest: Mapping[torch.dtype, float]) -> N
         return lowerings[torch.ops.prims.convert_element_type.default](x, dtype)
 
     register_lowering(op, type_promotion_kind=None)(cast)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """The shape and the strides of a tensor in memory."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A launch of a Triton kernel that is written by hand.
+
+    ``reads``, ``writes``: the parameters that are tensors, each with the index of that input or result. ``constants``:
+    the other parameters.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    reads: Mapping[str, int]
+    writes: Mapping[str, int]
+    constants: Mapping[str, Any]
+
+
+Launches = tuple[Sequence[tuple[Sequence[int], torch.dtype]], Sequence[Launch]]
+
+
+def writes_tiles(device: torch.device) -> bool:
+    """Whether Triton kernels that are written by hand run there: on GPUs of the kinds that were measured."""
+    return _capability(device) in MEASURED and importlib.util.find_spec("triton") is not None
+
+
+def rounds_between() -> bool:
+    """Whether generated code rounds to the narrow types between fused operations, as eager code does."""
+    return bool(default_option("emulate_precision_casts"))
+
+
+def lower_to_launches(op: Any, plan: Callable[..., Launches]) -> None:
+    """``op(inputs, *settings)`` is new tensors, written by the launches of ``plan(described inputs, *settings)``."""
+
+    def launched(inputs: Sequence[Any], *settings: Any) -> list[Any]:
+        inputs = list(map(_with_rows_in_memory, inputs))
+        described = [Described(shape=[*map(int, x.get_size())], stride=[*map(int, x.get_stride())]) for x in inputs]
+        shapes, launches = plan(described, *settings)
+        made = {"device": inputs[0].get_device()}
+        results = [lowerings[torch.ops.aten.empty.memory_format](shape, dtype=dtype, **made) for shape, dtype in shapes]
+        for launch in launches:
+            tensors = {name: inputs[index] for name, index in launch.reads.items()}
+            tensors |= {name: results[index] for name, index in launch.writes.items()}
+            lowerings[triton_kernel_wrap.triton_kernel_wrapper_mutation](
+                kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(launch.kernel),
+                constant_args_idx=triton_kernel_wrap.kernel_side_table.add_constant_args(dict(launch.constants)),
+                grid=[launch.grid],
+                tma_descriptor_metadata={},
+                kwargs=tensors,
+            )
+        return results
+
+    register_lowering(op, type_promotion_kind=None)(launched)
+
+
+def _with_rows_in_memory(x: Any) -> Any:
+    """``x``, its last dim contiguous: a copy where it is not."""
+    x.realize()
+    x.freeze_layout()
+    return x if x.get_stride()[-1] == 1 else ir.ExternKernel.require_contiguous(x)
 
 
 def lower_to_logistic(op: Any) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ast
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
@@ -41,7 +42,7 @@ _CALL: Final = re.compile(
 )
 _ORIGIN: Final = re.compile(r"Original ATen: \[([^\]]*)\]")
 _RESULT: Final = re.compile(r"^\s+(\w+) = |out=(?:reinterpret_tensor\()?(\w+)")
-_DEFINITION: Final = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.DOTALL)
+_DEFINITION: Final = re.compile(r"(\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str=", re.DOTALL)
 _LIBRARY: Final = "ExternKernelSchedulerNode"
 _NO_KERNEL: Final = "NopKernelSchedulerNode"
 
@@ -165,8 +166,8 @@ def _launches(
                 size = sum(moved.values())
             else:
                 name = call["extern"]
-            if not parts and (part := _library_call(line, calls)):  # or the launch of a user's own Triton kernel
-                parts = [part]
+            if not parts and (part := _library_call(line, calls)):  # or the launch of a Triton kernel written by hand
+                parts, size = [part], sum(part.moved.values())
                 calls.remove(part)
             yield KernelRecord(
                 name=name,
@@ -186,15 +187,20 @@ def _launches(
 def _parts(scheduler: Any, names: Callable[[fx.Node], Iterable[str]], *, of_libraries: bool = False) -> Iterator[_Part]:
     """The parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once.
 
-    ``of_libraries``: the calls of libraries instead, of which bytes are not counted.
+    ``of_libraries``: the calls of libraries instead, of which bytes are not counted, and the launches of Triton kernels
+    that are written by hand. Several launches that write parts of a tensor share its bytes.
     """
     was: dict[str, str] = scheduler.mutation_real_name  # a buffer that overwrites a tensor -> that tensor
+    by_hand = [node for node in scheduler.nodes if _by_hand(node)]
+    writers = Counter(was[name] for node in by_hand for name in node.get_buffer_names() if name in was)
     for index, node in enumerate(scheduler.nodes):
         if (kind := type(node).__name__) == _NO_KERNEL or (kind == _LIBRARY) != of_libraries:
             continue
         sizes: dict[str, int] = {}
-        if not of_libraries:
+        if not of_libraries or _by_hand(node):
             sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+            if of_libraries:
+                sizes |= {name: sizes[name] // writers[was[name]] for name in node.get_buffer_names() if name in was}
         for part in node.snodes if node.is_foreach() else [node]:
             buffers = frozenset(part.get_buffer_names())
             overwrites = frozenset(was[buffer] for buffer in buffers if buffer in was)
@@ -230,8 +236,16 @@ def _computed(part: Any) -> Iterable[fx.Node]:
     return [*part.node.get_origins(), *made]
 
 
+def _by_hand(node: Any) -> bool:
+    """Whether a node of the scheduler launches a Triton kernel that Inductor did not write."""
+    return type(node.node).__name__ == "UserDefinedTritonKernel"
+
+
 def _made(part: Any) -> list[fx.Node]:
     """The node of the graph whose value a node of the scheduler makes, if that is known."""
+    if _by_hand(part):
+        origins = part.node.get_origins()  # those of its arguments, too
+        return [node for node in origins if not any(user in origins for user in node.users)]
     origin = part.node.get_origin_node() if part.node else None
     return [] if origin is None else [origin]
 

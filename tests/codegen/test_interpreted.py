@@ -46,6 +46,17 @@ def test_a_layer_of_experts_computes_its_emulation() -> None:
     assert found == [{"sizes": [10, 0, 37, 3], "outputs": 4, "different": 0}] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
+def test_the_kernel_of_tiles_computes_the_reference() -> None:
+    """Every function, tiles along rows and square ones, both orders of scales; scales of amaxes of every exponent."""
+    found = interpreted("tiles")
+    assert len(found) == 6 + 4
+    assert sum(case["outputs"] for case in found[:6]) == 4 * 4 + 3 + 5
+    assert [case["case"] for case in found if case["different"]] == []
+
+
 def interpreted(cases: str) -> list[dict[str, Any]]:
     path = os.pathsep.join(map(str, (ROOT / "tests" / "support", ROOT, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(

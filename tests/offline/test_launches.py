@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+from torch import Tensor
+
+from fp8graph import offline
+from fp8graph.numerics.tile_casts import CAST
 from fp8graph.offline.generate import _library_call, _Part, _parts_of, _read_call, _results, _stored
+from generated import generate
+
+E4M3 = torch.float8_e4m3fn
 
 
 def part(node: int, makes: str = "", overwrites: str = "", reads: str = "") -> _Part:
@@ -56,3 +65,25 @@ def test_the_part_that_a_library_call_runs() -> None:
     assert _library_call("    buf1 = torch.ops.aten.sort.stable(buf0, stable=False)", parts) is op
     assert _library_call("    torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0')", parts) is reduction
     assert _library_call("    extern_kernels.mm(buf0, buf1, out=buf3)", parts) is None
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_kernels_written_by_hand_have_bytes_sources_and_costs() -> None:
+    """Two launches that write halves of a tensor count it once; each names what it makes, and none what it reads."""
+
+    def function(gate: Tensor, up: Tensor) -> list[Tensor]:
+        half = gate.neg()
+        rows = CAST([gate, up], "swiglu", E4M3, True, 0.0, [1, 128], -1, True, False, ["", ""])
+        square = CAST([gate, half], "", E4M3, True, 0.0, [128, 128], -2, False, True, ["", ""])
+        return [*rows, *square]
+
+    kernels = generate(function, [torch.empty(256, 384, dtype=torch.bfloat16)] * 2).kernels
+    by_hand = [kernel for kernel in kernels if kernel.name.startswith("cast_tiles")]
+    numbers, scales = 256 * 384, 4 * 2 * 3
+    assert [kernel.bytes for kernel in by_hand] == [
+        (2 * 2 + 2) * numbers + 128 * 2 * scales,
+        *[(2 + 1) * numbers + 2 * scales] * 2,
+    ]
+    assert {name for kernel in by_hand for name in kernel.writes} == {"cast", "cast_1"}
+    assert by_hand[0].compiled is not None
+    assert by_hand[0].compiled.fp8_store == 16

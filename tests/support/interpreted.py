@@ -1,9 +1,10 @@
 """Run Inductor's GPU code on the CPU, in Triton's interpreter, and compare it with the reference numerics.
 
-    TRITON_INTERPRET=1 python -m interpreted [all | experts]      one JSON line a case
+    TRITON_INTERPRET=1 python -m interpreted [all | experts | tiles]      one JSON line a case
 
 Without ``all``: behind a norm, and gradients of joined linears. ``experts``: a layer of them, forward and backward, in
 which torch's grouped GEMM is a product of the decoded numbers whose scales are where MSLK's kernel reads them.
+``tiles``: the kernel of ``numerics/tile_kernel.py``, launched by hand: no code can be generated for it in this process.
 
 A script, because the interpreter is chosen before triton is imported. The generated module runs as it is but for names
 of devices. Replaced in the interpreter: casts between floats, which it gets wrong (fp32 -> bf16 truncates,
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 
+import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 import triton.runtime.interpreter as interpreter  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
@@ -35,7 +37,9 @@ from torch._inductor.runtime import triton_helpers  # noqa: E402
 
 import fp8graph  # noqa: E402
 from fp8graph.compat import inductor  # noqa: E402
-from fp8graph.numerics import formats  # noqa: E402
+from fp8graph.numerics import formats, tile_casts  # noqa: E402
+from fp8graph.numerics.tile_kernel import scale_of  # noqa: E402
+from fp8graph.recipes import FP8_MAX  # noqa: E402
 from generated import (  # noqa: E402
     generate,
     joined_weights,
@@ -330,8 +334,67 @@ def experts(sizes: list[int], recipe: Any) -> None:
     print(json.dumps({"case": name, "sizes": sizes, "outputs": len(got), "different": different}), flush=True)
 
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS, SQUARE, PLAIN, TRANSPOSED = [1, 128], [128, 128], ["", ""], ["transposed", "transposed"]
+# a name; how many inputs; function, dtype, power of two, epsilon, tiles, dim, both layouts, kept scales, orders
+TILES: list[tuple[str, int, tuple[Any, ...]]] = [
+    ("SwiGLU", 2, ("swiglu", E4M3, True, 0.0, ROWS, -1, True, False, TRANSPOSED)),
+    ("its backward", 3, ("swiglu_backward", E5M2, True, 0.0, ROWS, -1, True, False, TRANSPOSED)),
+    ("side by side", 2, ("", E4M3, True, 0.0, ROWS, -1, True, False, PLAIN)),
+    ("FP32 scales", 2, ("", E4M3, False, 1e-4, ROWS, -2, True, False, TRANSPOSED)),
+    ("square", 2, ("", E4M3, True, 0.0, SQUARE, -2, False, True, PLAIN)),
+    ("square, both layouts", 1, ("", E5M2, False, 0.0, SQUARE, -2, True, True, PLAIN)),
+]
+
+
+def sigmoid_of_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(1 / (1 + np.exp(-x.numpy())))
+
+
+@triton.jit
+def scales_of_amaxes(amaxes, out, size: tl.constexpr, largest: tl.constexpr, power_2: tl.constexpr):  # noqa: ANN001, ANN201
+    i = tl.arange(0, size)
+    tl.store(out + i, scale_of(tl.load(amaxes + i), largest, power_2, 0.0))
+
+
+def tiles() -> None:
+    """The kernel on zeros, all magnitudes and numbers that are not finite; its scales of amaxes of all exponents."""
+    for name, count, settings in TILES:
+        torch.manual_seed(0)
+        numbers = torch.randn(3, 256, 128) * torch.logspace(-30, 30, 256).unsqueeze(1) * torch.logspace(-3, 3, 128)
+        numbers[0, 0, 0], numbers[0, 3, 5], numbers[0, 9], numbers[0, 200:] = torch.inf, torch.nan, 0.0, 0.0
+        given = list(numbers.bfloat16())[:count]
+        described = [inductor.Described(shape=x.shape, stride=x.stride()) for x in given]
+        shapes, launches = tile_casts.launches_of(described, *settings)
+        results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        for launch in launches:
+            tensors = {parameter: given[index] for parameter, index in launch.reads.items()}
+            tensors |= {parameter: results[index] for parameter, index in launch.writes.items()}
+            launch.kernel[launch.grid](**tensors, **launch.constants)
+        with mock.patch.object(tile_casts, "logistic", sigmoid_of_numpy):  # exponentials differ in the last bit
+            expected = tile_casts.cast_in_tiles(given, *settings)
+        different = sum(different_bytes(a, b) for a, b in zip(results, expected, strict=True))
+        print(json.dumps({"case": name, "outputs": len(results), "different": different}), flush=True)
+
+    # every exponent; mantissas of 1, of 1.75, where the quotient is a power of two, of 2, and their neighbours
+    mantissas = torch.tensor([0, 1, 2, 0x5FFFFE, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFE, 0x7FFFFF])
+    mantissas = torch.cat([mantissas, torch.randint(2**23, (54,))])
+    amaxes = (torch.arange(256).unsqueeze(1) * 2**23 + mantissas).flatten().to(torch.int32).view(torch.float32)
+    for dtype, power_2 in itertools.product((E4M3, E5M2), (True, False)):
+        made = torch.empty_like(amaxes)
+        launch: Any = scales_of_amaxes[(1,)]
+        launch(amaxes, made, size=len(amaxes), largest=FP8_MAX[dtype], power_2=power_2)
+        largest = torch.finfo(torch.bfloat16).max
+        expected = formats.scale_from_amax(amaxes, FP8_MAX[dtype], power_2_scale=power_2, largest=largest)
+        case = f"scales of {str(dtype).removeprefix('torch.')}{', powers of two' if power_2 else ''}"
+        print(json.dumps({"case": case, "outputs": 1, "different": different_bytes(made, expected)}), flush=True)
+
+
 if __name__ == "__main__":
-    if "experts" in sys.argv:
+    if "tiles" in sys.argv:
+        prepare()
+        tiles()
+    elif "experts" in sys.argv:
         prepare()
         experts([10, 0, 37, 3], "mxfp8")
         library = torch.library.Library("fp8graph_kernels", "IMPL")

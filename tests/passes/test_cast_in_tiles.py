@@ -1,0 +1,163 @@
+"""cast_in_tiles: which tensors one kernel quantizes, and that their numbers are those of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8graph.compat import inductor
+from fp8graph.ir import ops
+from fp8graph.ir.nodes import nodes
+from fp8graph.numerics.tile_casts import CAST
+from fp8graph.passes.cast_in_tiles import cast_in_tiles
+from helpers import graph_text, same_bits
+
+E4M3, SIZE = torch.float8_e4m3fn, (2048, 2048)
+ORDERS = {"rowwise_order": "transposed", "columnwise_order": "transposed"}
+
+
+@pytest.fixture(autouse=True)
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "writes_tiles", lambda device: True)
+
+
+def quantized(*parts: Tensor, **changes: Any) -> list[Tensor]:
+    settings: dict[str, Any] = {"rowwise": [4, 512], "columnwise": [16, 128], "scaling": "block", "block": [1, 128]}
+    settings |= ORDERS | changes
+    x, *more = parts
+    layouts = settings.pop("rowwise"), settings.pop("columnwise")
+    power_2 = settings.pop("power_2_scale", True)
+    return list(ops.quantize(x, E4M3, power_2, 0.0, *layouts, **settings, **({"more": more} if more else {})))
+
+
+def graph_of(function: Callable[..., Any], *sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> fx.Graph:
+    """The graph after the pass. Only shapes matter."""
+    fakes = [torch.empty(size, dtype=dtype) for size in sizes]
+    graph = make_fx(function, select_decomp_table(), tracing_mode="fake")(*fakes).graph
+    cast_in_tiles(graph)
+    return graph
+
+
+def casts(graph: fx.Graph) -> list[tuple[str, list[str]]]:
+    """The function of each cast, and its inputs."""
+    return [(cast(str, node.args[1]), [str(x) for x in cast(Any, node.args[0])]) for node in nodes(graph, (CAST,))]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.silu(gate) * up
+
+
+def swiglu_backward(gate: Tensor, dy: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(dy * up, gate), dy * nn.functional.silu(gate)
+
+
+def other_backward(gate: Tensor, dy: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """In which the slope's second sigmoid is that of up."""
+    wide, sigmoid = gate.float(), torch.sigmoid(gate.float())
+    slope = wide * (1 - torch.sigmoid(up.float())) + 1
+    return ((dy * up).float() * sigmoid * slope).to(gate.dtype), dy * nn.functional.silu(gate)
+
+
+SQUARE: dict[str, Any] = {"block": [128, 128], "rowwise": [16, 512], "rowwise_order": "", "columnwise_order": ""}
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "expected"),
+    [
+        (lambda x: quantized(x), 1, ("", [0])),
+        (lambda x, y, z: quantized(x, y, z), 3, ("", [0, 1, 2])),
+        (lambda x: quantized(x, **SQUARE), 1, ("", [0])),
+        (lambda x, y: quantized(x, y, **SQUARE, columnwise=[], keep_scales=True, dim=-2), 2, ("", [0, 1])),
+        (lambda g, u: quantized(swiglu(g, u)), 2, ("swiglu", [0, 1])),
+        (lambda g, u: quantized(u * nn.functional.silu(g)), 2, ("swiglu", [0, 1])),
+        (lambda g, d, u: quantized(*swiglu_backward(g, d, u)), 3, ("swiglu_backward", [0, 1, 2])),
+    ],
+    ids=["both layouts", "side by side", "square tiles", "a weight's parts", "SwiGLU", "up first", "SwiGLU's backward"],
+)
+def test_one_kernel_casts_and_computes(function: Any, inputs: int, expected: tuple[str, list[int]]) -> None:
+    graph = graph_of(function, *[SIZE] * inputs)
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    assert casts(graph) == [(expected[0], [names[index] for index in expected[1]])]
+    assert not list(nodes(graph, (ops.quantize,)))
+
+
+@pytest.mark.parametrize("halves", [lambda x: x.split(2048, 1), lambda x: (x[:, :2048], x[:, 2048:])])
+def test_halves_of_a_product_are_read_where_they_are(halves: Any) -> None:
+    """The GEMM of gate and up is one."""
+    graph = graph_of(lambda x, w: quantized(swiglu(*halves(x @ w.t()))), SIZE, (4096, 2048))
+    ((name, inputs),) = casts(graph)
+    assert name == "swiglu"
+    assert len(set(inputs)) == 2
+
+
+def test_the_text_before_and_after() -> None:
+    graph = graph_of(lambda g, u: quantized(swiglu(g, u)), SIZE, SIZE)
+    (line,) = [line for line in graph_text(graph).splitlines() if "fp8graph_tiles" in line]
+    assert line.partition(" = ")[2] == (
+        "fp8graph_tiles.cast([g_1, u_1], swiglu, e4m3, True, 0.0, [1, 128], -1, True, False, [transposed, transposed])"
+    )
+
+
+NOTHING: list[tuple[str, list[str]]] = []
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        pytest.param(lambda x: quantized(x * 2), [SIZE], id="computed: Inductor fuses it"),
+        pytest.param(lambda x, y: quantized(nn.functional.gelu(x) * y), [SIZE] * 2, id="another function"),
+        pytest.param(lambda x, y: quantized(swiglu(x, y), power_2_scale=False), [SIZE] * 2, id="FP32 scales"),
+        pytest.param(lambda x, y: quantized(swiglu(x + 1, y)), [SIZE] * 2, id="of a computed gate"),
+        pytest.param(lambda g, d, u: quantized(*swiglu_backward(g, d, u)[::-1]), [SIZE] * 3, id="up's gradient first"),
+        pytest.param(lambda g, d, u: quantized(*other_backward(g, d, u)), [SIZE] * 3, id="another gradient"),
+        pytest.param(lambda x: quantized(x, columnwise=[]), [SIZE], id="one layout"),
+        pytest.param(lambda x: quantized(x, block=[1, 64]), [SIZE], id="other tiles"),
+        pytest.param(lambda x: quantized(x), [(1920, 2048)], id="small"),
+        pytest.param(lambda x: quantized(x), [(2100, 2048)], id="ragged"),
+        pytest.param(lambda x: quantized(x), [(2048, 2176)], id="padded"),
+        pytest.param(lambda x: quantized(x.t()), [SIZE], id="transposed"),
+        pytest.param(lambda x: quantized(x[:, 4:2052]), [(2048, 2056)], id="loads that are not aligned"),
+        pytest.param(lambda x: quantized(x, scaling="block_e8m0"), [SIZE], id="E8M0"),
+        pytest.param(lambda x: quantized(x, rowwise_order="128x4"), [SIZE], id="scales in blocks"),
+    ],
+)
+def test_casts_that_are_left_to_inductor(function: Any, sizes: Any) -> None:
+    assert casts(graph_of(function, *sizes)) == NOTHING
+
+
+def test_other_types_are_left_to_inductor() -> None:
+    assert casts(graph_of(quantized, SIZE, dtype=torch.float16)) == NOTHING
+
+
+def test_rounding_between_operations_is_left_to_inductor() -> None:
+    with inductor_config.patch(emulate_precision_casts=True):
+        assert casts(graph_of(lambda g, u: quantized(swiglu(g, u)), SIZE, SIZE)) == NOTHING
+        assert casts(graph_of(lambda x: quantized(x), SIZE)) == [("", ["x_1"])]
+
+
+def test_other_devices_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert casts(graph_of(quantized, SIZE)) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, y: quantized(x, y), 2),
+        (lambda x, y: quantized(x, y, power_2_scale=False, dim=-2), 2),
+        (lambda x, y: quantized(x, y, **SQUARE, columnwise=[], keep_scales=True, dim=-2), 2),
+    ],
+    ids=["both layouts", "FP32 scales", "a weight's parts"],
+)
+def test_results_are_those_of_quantize(function: Any, inputs: int) -> None:
+    tensors = [torch.randn(SIZE).bfloat16() for _ in range(inputs)]
+    graph = graph_of(function, *[SIZE] * inputs)
+    assert len(casts(graph)) == 1
+    assert same_bits(fx.GraphModule(nn.Module(), graph)(*tensors), function(*tensors))
