@@ -258,11 +258,12 @@ def fix_large_casts() -> None:
     rotary embedding's backward took twice as long as in kernels of its own.
 
     Of 26 blocks for tiles, 64 x 64 with 8 warps was within 2 % of the fastest there for a plain cast and SwiGLU's
-    backward, 13 % for SwiGLU, 20 % for a norm. Loops along rows that also store them transposed (an amax of rows, or
-    one that is kept) took up to twice as long with the best of the five to seven blocks that Inductor tries as with
-    those here: lower or higher ones, with more warps; with many results, or rows across the order in memory, 32 warps
-    have too few registers (benchmarks/results/blocks_h200.jsonl). Graphs without the options of
-    :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all blocks. Idempotent.
+    backward; with 4 warps the fastest for a norm; 128 x 128 with 16 the fastest for SwiGLU. Loops along rows that also
+    store them transposed (an amax of rows, or one that is kept) took up to twice as long with the best of the five to
+    seven blocks that Inductor tries as with those here: lower or higher ones, with more warps; with many results, or
+    rows across the order in memory, 32 warps have too few registers (benchmarks/results/blocks_h200.jsonl). Graphs
+    without the options of :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all
+    blocks. Idempotent.
 
     GPUs of a kind that was not measured (``MEASURED``) keep the blocks that Inductor tries; their loops are in kernels
     of their own, too, since combo kernels have the same blocks everywhere.
@@ -316,7 +317,7 @@ def _blocks(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
     stored = [buffer for node in features.scheduler_nodes() for buffer in _stored(node)]
     casts = sum(_is_cast(buffer) and _is_large(buffer) for buffer in stored)
     if not features.is_reduction():
-        return _of_tiles(tiling) if casts else {}
+        return _of_tiles(features, tiling, casts) if casts else {}
     return _of_loop(features, tiling, casts) if casts else _of_amax(features, tiling)
 
 
@@ -334,14 +335,31 @@ def _of_amax(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
     kinds = {getattr(getattr(node.node, "data", None), "reduction_type", None) for node in features.reduction_nodes()}
     if kinds != {"max"} or features.get_reduction_hint() != ReductionHint.INNER:
         return {}
-    reads = {dependency for node in features.scheduler_nodes() for dependency in node.read_writes.reads}
-    width, warps = (2048, 8) if sum(map(_is_large, reads)) > 2 else (4096, 16)
+    width, warps = (2048, 8) if sum(map(_is_large, _reads(features))) > 2 else (4096, 16)
     return {"XBLOCK": 1, "R0_BLOCK": width, "num_warps": warps, "num_stages": 1}
 
 
-def _of_tiles(tiling: Mapping[str, Any]) -> dict[str, int]:
-    """The blocks of a kernel without reductions; nothing: Inductor is to try some."""
-    return {"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1} if _is_tiled(tiling) else {}
+def _of_tiles(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, int]:
+    """The blocks of a kernel without reductions; nothing: Inductor is to try some.
+
+    A norm reads a number for each row and one for each column, too: half as many warps. SwiGLU reads two tensors and
+    makes one: larger tiles.
+    """
+    sizes = [V.graph.sizevars.optimization_hint(tiling.get(dim, 0), fallback=0) for dim in "xy"]
+    numels = [V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) for each in _reads(features)]
+    wide = 2 * TILE
+    if sum(1 < numel < LARGE and numel in sizes for numel in numels) > 1:
+        tile, warps = TILE, 4
+    elif casts <= 2 and sum(numel >= LARGE for numel in numels) == 2 and _is_tiled(tiling, wide):
+        tile, warps = wide, 16
+    else:
+        tile, warps = TILE, 8
+    return {"XBLOCK": tile, "YBLOCK": tile, "num_warps": warps, "num_stages": 1} if _is_tiled(tiling, tile) else {}
+
+
+def _reads(features: Any) -> set[Any]:
+    """The reads of a kernel: one tensor at several places is several."""
+    return {dependency for node in features.scheduler_nodes() for dependency in node.read_writes.reads}
 
 
 def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, int]:
@@ -357,12 +375,12 @@ def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, 
     return {"XBLOCK": height, "R0_BLOCK": 128 if across else 256 * warps // height, "num_warps": warps, "num_stages": 1}
 
 
-def _is_tiled(tiling: Mapping[str, Any]) -> bool:
-    """Whether a kernel's programs are tiles of two dimensions that can be ``TILE`` wide and high."""
+def _is_tiled(tiling: Mapping[str, Any], tile: int) -> bool:
+    """Whether a kernel's programs are tiles of two dimensions that can be ``tile`` wide and high."""
     y, x = tiling.get("y"), tiling.get("x")
     if "z" in tiling or not isinstance(y, int | sympy.Integer) or not isinstance(x, int | sympy.Integer):
         return False
-    return min(x, y) >= TILE and y <= TILE * (2**16 - 1)  # the grid's limit
+    return min(x, y) >= tile and y <= tile * (2**16 - 1)  # the grid's limit
 
 
 def _stores_to_places(node: Any) -> bool:
@@ -594,13 +612,15 @@ def lower_to_launches(op: Any, plan: Callable[..., Launches]) -> None:
         for launch in launches:
             tensors = {name: inputs[index] for name, index in launch.reads.items()}
             tensors |= {name: results[index] for name, index in launch.writes.items()}
-            lowerings[triton_kernel_wrap.triton_kernel_wrapper_mutation](
-                kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(launch.kernel),
-                constant_args_idx=triton_kernel_wrap.kernel_side_table.add_constant_args(dict(launch.constants)),
-                grid=[launch.grid],
-                tma_descriptor_metadata={},
-                kwargs=tensors,
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an error while it reads the kernel: all inputs would count as written
+                lowerings[triton_kernel_wrap.triton_kernel_wrapper_mutation](
+                    kernel_idx=triton_kernel_wrap.kernel_side_table.add_kernel(launch.kernel),
+                    constant_args_idx=triton_kernel_wrap.kernel_side_table.add_constant_args(dict(launch.constants)),
+                    grid=[launch.grid],
+                    tma_descriptor_metadata={},
+                    kwargs=tensors,
+                )
         return results
 
     register_lowering(op, type_promotion_kind=None)(launched)

@@ -122,7 +122,8 @@ def precompile(source: str, target: str, *, configuration: str = "all") -> Any:
     with fake_gpu(target), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
         path.write_text(source, encoding="utf-8")
-        (name,) = re.findall(r"^def (\w+)\(", source, re.MULTILINE)[:1]  # functions that it calls follow
+        # functions that it calls stand before or after it
+        (name,) = re.findall(r"^@triton_heuristics.*?^def (\w+)\(", source, re.MULTILINE | re.DOTALL)
         namespace: dict[str, Any] = {"__file__": str(path), "__name__": f"fp8graph_offline_{name}"}
         exec(compile(source, str(path), "exec"), namespace)
         tuner = namespace[name]

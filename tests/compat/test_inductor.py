@@ -266,6 +266,25 @@ def test_blocks_are_for_the_gpus_that_were_measured(target: str) -> None:
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("quantize", "size", "blocks"),
+    [
+        (quantize_after("rms_norm", "tensorwise", "input", True, True), (2048, 2048), (64, 64, 4)),
+        (quantize_after("silu_mul", "tensorwise", "input", True, True), (2048, 2048), (128, 128, 16)),
+        (quantize_after("silu_mul", "tensorwise", "input", True, True), (80, 65536), (64, 64, 8)),
+        (quantize_after_backward("swiglu", "tensorwise"), (2048, 2048), (64, 64, 8)),
+    ],
+    ids=["norm", "SwiGLU", "too few rows", "SwiGLU's backward"],
+)
+def test_tiles_have_the_blocks_of_their_kind(
+    quantize: Any, size: tuple[int, int], blocks: tuple[int, int, int]
+) -> None:
+    """The fastest on an H200, in benchmarks/results/blocks_h200.jsonl."""
+    config = "config={{'XBLOCK': {}, 'YBLOCK': {}, 'num_warps': {}, 'num_stages': 1}}".format(*blocks)
+    assert config in kernel_that_casts(quantize, size, "sm_90")
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_inductor_tries_no_blocks_as_those_of_loops_that_store_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """When this fails, Inductor can choose them, and the loops of ``fix_large_casts`` can go."""
     blocks = "XBLOCK=32 R0_BLOCK=256 num_warps=32 num_stages=1"
