@@ -185,7 +185,7 @@ class Scaling(ABC):
     # The kernels of the same, producers that nothing fuses into (attention) and the update of amax histories included:
     # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
     # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24
-    # rowwise, 16 blockwise, 21 mxfp8: codegen/test_kernels.py).
+    # rowwise, 21 mxfp8, 16 blockwise, of which 8 tensors were 21 before ``tile_casts``: codegen/test_kernels.py).
     launches: ClassVar[tuple[float, float]]
     launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
     gemm_launches: ClassVar[int] = 1  # 2: another kernel multiplies the result by scales of whole tensors
