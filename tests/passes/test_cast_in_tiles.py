@@ -60,8 +60,8 @@ def swiglu_backward(gate: Tensor, dy: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 def other_backward(gate: Tensor, dy: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """In which the slope's second sigmoid is that of up."""
-    wide, sigmoid = gate.float(), torch.sigmoid(gate.float())
-    slope = wide * (1 - torch.sigmoid(up.float())) + 1
+    wide = gate.float()
+    sigmoid, slope = torch.sigmoid(wide), wide * (1 - torch.sigmoid(up.float())) + 1
     return ((dy * up).float() * sigmoid * slope).to(gate.dtype), dy * nn.functional.silu(gate)
 
 
