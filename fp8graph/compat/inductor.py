@@ -335,7 +335,8 @@ def _of_amax(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
     kinds = {getattr(getattr(node.node, "data", None), "reduction_type", None) for node in features.reduction_nodes()}
     if kinds != {"max"} or features.get_reduction_hint() != ReductionHint.INNER:
         return {}
-    width, warps = (2048, 8) if sum(map(_is_large, _reads(features))) > 2 else (4096, 16)
+    reads = _reads(features)
+    width, warps = (2048, 8) if sum(map(_is_large, reads)) > 2 else (4096, 16)
     return {"XBLOCK": 1, "R0_BLOCK": width, "num_warps": warps, "num_stages": 1}
 
 
