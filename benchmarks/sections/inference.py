@@ -24,6 +24,7 @@ COUNTED: Final = {"skips": "cudagraph_skips", "copied_inputs": "cudagraph_record
 POSITIONS: Final = 512  # of the cache
 STORED: Final = ("rowwise", "blockwise")  # the recipes whose checkpoints engines serve with dynamic scales of inputs
 CHECKPOINT: Final = ", FP8 checkpoint"
+SMALL: Final = ", small tiles"  # the option, which changes last bits
 
 
 class Case(NamedTuple):
@@ -36,7 +37,8 @@ class Case(NamedTuple):
 
 def names() -> list[str]:
     """Return the contenders: a checkpoint comes after the recipe whose model writes it."""
-    return ["bf16", "tensorwise", "delayed", *(name for recipe in STORED for name in (recipe, recipe + CHECKPOINT))]
+    stored = [name for recipe in STORED for name in (recipe, recipe + CHECKPOINT)]
+    return ["bf16", "tensorwise", "delayed", *stored, "rowwise" + SMALL]
 
 
 def cases(run: Run) -> Iterator[Case]:
@@ -55,12 +57,13 @@ def contender(run: Run, case: Case, folder: Path) -> tuple[nn.Module, Compile]:
     options: dict[str, Any] = {"triton.cudagraphs": case.cuda_graphs}
     if case.contender == "bf16":
         return model, bf16(run, **options)
-    recipe = case.contender.removesuffix(CHECKPOINT)
-    if recipe != case.contender:
+    recipe, small = case.contender.removesuffix(CHECKPOINT).removesuffix(SMALL), case.contender.endswith(SMALL)
+    if case.contender.endswith(CHECKPOINT):
         fp8graph.load_checkpoint(model, folder / recipe)
     # with scales of its own, as after training: without, its graphs read every tensor twice
     trained = fp8graph.DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
-    return model, fp8(run, trained, extends="default", inductor_options=options)  # the head in bf16
+    settings: dict[str, Any] = {"inductor_options": options, "small_tiles": small}
+    return model, fp8(run, trained, extends="default", **settings)  # the head in bf16
 
 
 def decode(run: Run) -> None:
