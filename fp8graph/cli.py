@@ -121,12 +121,13 @@ def explain(options: argparse.Namespace) -> int:
 
 def _stage(report: Any, name: str) -> str:
     """The text of one stage of each graph: after a pass, or after the last one before it that the graph needed."""
-    from fp8graph.errors import ConfigError
+    from fp8graph.errors import ConfigError, did_you_mean
     from fp8graph.passes import JOINT_PIPELINE
 
     passes = [each.name for each in JOINT_PIPELINE]
     if name not in (stages := ["before", "after", *passes]):
-        raise ConfigError(f"no stage {name!r}. Stages: {', '.join(stages)}.")
+        here = [stage for stage in stages if stage not in passes or any(stage in view.stages for view in report.graphs)]
+        raise ConfigError(f"no stage {name!r}.{did_you_mean(name, stages)} Stages here: {', '.join(here)}.")
     texts: list[str] = []
     for view in report.graphs:
         text = view.after if name == "after" else view.before

@@ -40,7 +40,10 @@ from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing
             ["explain", "llama", "--target", "h100"],
             "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
         ),
-        (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
+        (
+            ["explain", "llama", "--seq", "16", "--graph", "nosuch"],
+            "no stage 'nosuch'. Stages here: before, after, ",
+        ),
         (["explain", "llama", "--html", "nosuch/page.html"], "nosuch/page.html: cannot be written"),
         (["tune", "nosuch", "--text", "x.txt", "--out", "nosuch/p.toml"], "nosuch/p.toml: cannot be written"),
         (["tune", "nosuch", "--text", "x.txt", "--plot", "p.docx"], "p.docx: must end in .png, .svg, .pdf."),
