@@ -126,12 +126,15 @@ def forward_of(read: Callable[[Any], StoredWeight], in_eager: bool) -> Callable[
     return forward
 
 
-@torch.compiler.disable  # Dynamo of torch 2.11 fails on an exception of a class like this one
-def _refuse_training(name: str) -> None:
+def _refuse(name: str) -> None:
     raise ConfigError(
         f"{name} is called to train, and fp8graph.quantize_weights has dropped its weight in high precision, for "
         "serving. Call model.eval() to serve it. To train, load the model in high precision."
     )
+
+
+# Dynamo of torch 2.11 fails on an exception of a class like this one
+_refuse_training: Any = torch.compiler.disable(_refuse)
 
 
 class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
