@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fp8graph.compat import inductor
+from fp8graph.compat.attention import FLEX, FORMS
 from fp8graph.compat.inductor import LARGE, erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
@@ -36,6 +37,8 @@ from fp8graph.passes.share_sigmoid import argument_of_exponential, argument_of_s
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 _SPLITS: Final = (aten.split.Tensor, aten.split_with_sizes.default)
 _GEMMS: Final = (ops.scaled_mm, aten.mm.default, aten.addmm.default, aten.bmm.default)
+_ATTENTION: Final = frozenset(op for form, more in FORMS.items() for op in (form, more.backward) if form is not FLEX)
+_MOST: Final = 65535  # programs along the second dim of a grid
 
 
 def cast_in_tiles(graph: fx.Graph) -> None:
@@ -92,20 +95,23 @@ def _padding(arguments: Arguments) -> int | torch.SymInt:
 def _fits(part: fx.Node) -> bool:
     x = value(part)
     whole = x.ndim == 2 and all(isinstance(size, int) and size % SIZE == 0 for size in x.shape)
-    return whole and x.dtype == torch.bfloat16 and x.numel() >= LARGE
+    return whole and x.dtype == torch.bfloat16 and x.numel() >= LARGE and x.shape[0] // SIZE <= _MOST
 
 
 def _is_readable(node: fx.Node) -> bool:
     """Whether a tensor lies in memory, and a program can load 16 bytes of a row at a time."""
     x = value(node)
     step, one = x.stride()
-    placed = one == 1 and step % 8 == 0 and int(x.storage_offset()) % 8 == 0
+    numbers = step, one, x.storage_offset()
+    placed = all(isinstance(each, int) for each in numbers) and one == 1 and step % 8 == 0 and numbers[2] % 8 == 0
     while is_view(node) or (node.target is getitem and cast(fx.Node, node.args[0]).target in _SPLITS):
         node = cast(fx.Node, node.args[0])
     if node.op == "placeholder" or node.target in _GEMMS:
         return placed
     if node.target is getitem:
         node = cast(fx.Node, node.args[0])
+    if node.target in _ATTENTION:
+        return placed
     namespace = str(getattr(node.target, "namespace", ""))
     return placed and bool(namespace) and namespace not in ("aten", "prims", "fp8graph", "fp8graph_hints")
 

@@ -71,8 +71,15 @@ def compile_in_place(
     module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _structure(module: torch.nn.Module) -> object:
-    modules = tuple((name, type(inner)) for name, inner in module.named_modules())
+    """Equal for modules whose code is the same. Dynamo does not look whether hooks are: with some, it is like none."""
+    for inner in module.modules():
+        if "forward" in vars(inner) or any(getattr(inner, hooks) for hooks in _HOOKS):
+            return object()
+    modules = tuple((name, type(inner), inner.extra_repr()) for name, inner in module.named_modules())
     return modules, tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from typing import Final, TypeVar
@@ -67,7 +68,12 @@ def quantize_weights(model: _Model, *, policy: PolicyLike | None = None, recipe:
                     f"quantize_weights: {name} would have {one.name}, and its {scaling} scales need a run of the "
                     "model: take tensorwise, rowwise, blockwise or mxfp8, or train it and use fp8graph.export."
                 )
-            if (reason := _why_not(module, owners)) is None:
+            if not name:
+                raise ConfigError(
+                    "quantize_weights: the model is a linear itself, and the weights of a model are replaced in place: "
+                    "put it into an nn.Sequential."
+                )
+            if (reason := _why_not(module, submodule(whole, name.rpartition(".")[0]), name, owners)) is None:
                 recipes[name], linears[name] = one, module
             else:
                 _log.warning("%s stays in high precision: %s", name, reason)
@@ -88,7 +94,7 @@ def _head(model: nn.Module, module: nn.Module) -> str:
     return "the model's output embedding" if output is module else ""
 
 
-def _why_not(module: nn.Linear, owners: Counter[int]) -> str | None:
+def _why_not(module: nn.Linear, parent: nn.Module, name: str, owners: Counter[int]) -> str | None:
     """The reason why no ``StoredLinear`` can take the place of ``module``; None if one can."""
     weight, kind = module.weight, type(module)
     if kind.forward is not nn.Linear.forward or "forward" in vars(module):
@@ -97,11 +103,23 @@ def _why_not(module: nn.Linear, owners: Counter[int]) -> str | None:
         return f"its weight is a {'tensor without memory' if weight.is_meta else type(weight).__name__}"
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its weight is {weight.dtype}"
+    if not weight.numel():
+        return "its weight is empty"
+    if _reads_weight(type(parent), name.rpartition(".")[2]):
+        return f"{type(parent).__name__}.forward reads its weight, which would be FP8"
     if owners[id(weight)] > 1:
         return "another module has the same weight"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks, which another module would not call"
     return None
+
+
+def _reads_weight(kind: type[nn.Module], leaf: str) -> bool:
+    """Whether the forward of a class reads the weight of a module in it, as T5's does for its dtype."""
+    try:
+        return f"self.{leaf}.weight" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # no source
+        return False
 
 
 @torch.no_grad()

@@ -39,12 +39,13 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
         _move(parts)
     first, rows = parts[0], sum(x.shape[0] for x in parts)
     joined = torch.empty(0, dtype=first.dtype, device=first.device)
-    joined.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]), first.stride())
+    shape = rows, *first.shape[1:]  # one row alone may have any stride
+    joined.set_(first.untyped_storage(), first.storage_offset(), shape, torch.empty(shape, device="meta").stride())
     return joined
 
 
 def _can_move(x: Tensor) -> bool:
-    if type(x) not in _PLAIN or x.is_meta or not x.is_contiguous():
+    if type(x) not in _PLAIN or x.is_meta or x.is_inference() or not x.is_contiguous():
         return False
     memory = x.untyped_storage()
     return memory.resizable() and not x.is_shared() and autograd.has_memory_alone(x)
@@ -52,7 +53,8 @@ def _can_move(x: Tensor) -> bool:
 
 def _move(parts: Sequence[Tensor]) -> None:
     first, rows = parts[0], [x.shape[0] for x in parts]
-    joined = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
-    for x, place in zip(parts, joined.split(rows), strict=True):
-        place.copy_(x)
-        x.data = place  # its own memory is free now: no more than one part has two
+    with torch.inference_mode(False):  # in which a new tensor would have no version
+        joined = torch.empty((sum(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+        for x, place in zip(parts, joined.split(rows), strict=True):
+            place.copy_(x.detach())
+            x.data = place  # its own memory is free now: no more than one part has two

@@ -254,10 +254,10 @@ class WeightCache(Store):
 
     def _copy(self, weight: _Weight, request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy:
         """The copy of ``weight`` for a request. One that has more layouts than others takes their place."""
-        copy = weight.copies.get(id(request))
-        if copy is not None and copy.in_place and not _is_there(copy, parameters):
+        if any(each.in_place and not _is_there(each, parameters) for each in weight.copies.values()):
             weight.copies.clear()  # the model has moved to another device, for example
-            copy = None
+            self._epoch.advance()
+        copy = weight.copies.get(id(request))
         if copy is None:
             copy = next((copy for copy in weight.copies.values() if covers(copy.request, request)), None)
             if copy is None:

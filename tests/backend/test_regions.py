@@ -203,6 +203,28 @@ def test_like_blocks_of_torch_nn_share_code() -> None:
     assert len({gemm.fqn for gemm in fp8graph.backend_of(model).report.gemms}) == 11
 
 
+def test_a_block_with_a_hook_shares_no_code() -> None:
+    """Dynamo does not look whether hooks are the same."""
+    torch._dynamo.reset()
+    model: Any = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))))
+    _, second, third = model[0]
+    second.register_forward_hook(lambda module, args, out: out * 100)
+    third[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    x = torch.randn(16, 32, requires_grad=True)  # as behind another block
+    expected = model(x)
+    fp8graph.compile(model, Policy(default=None), **EAGER, regions="auto")
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_blocks_of_other_settings_count_for_no_common_recompile_limit() -> None:
+    torch._dynamo.reset()
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.01 * index)) for index in range(1, 11)]
+    model = nn.Sequential(nn.Sequential(*blocks))
+    fp8graph.compile(model, ALL, **EAGER, regions="auto", strict=True)
+    model(torch.randn(16, 32))
+    assert not fp8graph.backend_of(model).report.eager_frames
+
+
 def test_unlike_blocks_of_torch_nn_count_for_no_common_recompile_limit() -> None:
     torch._dynamo.reset()
     blocks = [nn.Sequential(*(nn.Linear(32, 32) for _ in range(count))) for count in range(1, 11)]

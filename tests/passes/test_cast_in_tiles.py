@@ -97,6 +97,16 @@ def test_halves_of_a_product_are_read_where_they_are(halves: Any) -> None:
     assert len(set(inputs)) == 2
 
 
+def test_the_result_of_attention_is_read_where_it_is() -> None:
+    def attend(q: Tensor) -> list[Tensor]:
+        q = q.transpose(1, 2)  # of a GEMM's result
+        o, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+        return quantized(o.transpose(1, 2).reshape(2048, 2048))
+
+    ((name, inputs),) = casts(graph_of(attend, (1, 2048, 16, 128)))
+    assert (name, len(inputs)) == ("", 1)
+
+
 def test_the_text_before_and_after() -> None:
     graph = graph_of(lambda g, u: quantized(swiglu(g, u)), SIZE, SIZE)
     (line,) = [line for line in graph_text(graph).splitlines() if "fp8graph_tiles" in line]

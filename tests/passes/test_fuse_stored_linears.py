@@ -15,6 +15,7 @@ import fp8_checkpoints
 import fp8graph
 from fp8_checkpoints import LINEARS
 from fp8graph import Policy
+from fp8graph.passes.hoist_weights.side_by_side import side_by_side
 from helpers import brief, counted_passes, dialect_counts, eager_backend, first_fast, same_bits, view_of
 from stored_weights import Stored, stored
 
@@ -152,6 +153,44 @@ def test_a_model_that_moved_is_joined_again() -> None:
     assert in_one_memory(module)
     assert len(backend.report.graphs) == 1
     assert same_bits([joined], [run(module, fuse_linears=False)[0]])
+
+
+def test_every_graph_of_a_model_that_moved_reads_what_it_is_now() -> None:
+    """Prefill joined the weights; after the move, a graph that is new is called first, and then the old one."""
+    module = Projections()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=eager_backend(DEFAULT, cache_weights=True), dynamic=False)
+    with torch.no_grad():
+        compiled(x())
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        module.k.weight.data.view(torch.uint8).zero_()
+        results = [compiled(x(rows)) for rows in (32, 16)]
+    assert same_bits(results, [run(module, x(rows), fuse_linears=False)[0] for rows in (32, 16)])
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["called", "made, too"])
+def test_a_model_in_inference_mode_is_joined_or_copied(made: bool) -> None:
+    """Tensors that were made there have no versions, and are left where they are."""
+    with torch.inference_mode():
+        module = Projections() if made else None
+    module = module or Projections()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=eager_backend(DEFAULT, cache_weights=True))
+    with torch.inference_mode():
+        result = compiled(x())
+    assert in_one_memory(module) == (not made)
+    assert module.q.weight.is_inference() == made
+    expected = run(module, fuse_linears=False)[0]
+    assert torch.equal(result.clone().float(), expected.float())
+
+
+def test_a_part_of_one_row_may_have_any_stride() -> None:
+    whole = torch.arange(8.0).reshape(2, 4)
+    first = whole[:1].as_strided((1, 4), (1, 1))
+    joined = side_by_side([first, whole[1:]])
+    assert joined is not None
+    assert torch.equal(joined, whole)
 
 
 @pytest.mark.parametrize("holder", ["another tensor", "numpy"])

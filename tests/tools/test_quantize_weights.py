@@ -38,6 +38,27 @@ def logits(model: nn.Module, **settings: Any) -> tuple[Tensor, fp8graph.Backend]
         return torch.compile(model, backend=backend)(input_ids=IDS, use_cache=False).logits, backend
 
 
+def test_a_linear_whose_weight_something_else_reads_stays(caplog: pytest.LogCaptureFixture) -> None:
+    """Attention of torch.nn hands the weight of its projection to a function."""
+    attention = nn.MultiheadAttention(64, 4, batch_first=True)
+    model = nn.ModuleDict({"attention": attention, "up": nn.Linear(64, 64), "empty": nn.Linear(64, 8)}).bfloat16()
+    model["empty"].weight = nn.Parameter(torch.empty(0, 64, dtype=torch.bfloat16))
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        fp8graph.quantize_weights(model, policy=Policy(default="rowwise"))
+    assert type(model["up"]) is StoredLinear
+    assert "out_proj stays in high precision: MultiheadAttention.forward reads its weight" in caplog.text
+    assert "empty stays in high precision: its weight is empty" in caplog.text
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    assert attention(x, x, x)[0].isfinite().all()
+
+
+def test_a_model_that_is_a_linear_is_refused() -> None:
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="the model is a linear itself"):
+        fp8graph.quantize_weights(model, policy=Policy(default="rowwise"))
+    assert sorted(model.state_dict()) == ["bias", "weight"]
+
+
 SCALES = {"rowwise": ROWS, "blockwise": NUMBERS // 128**2, "tensorwise": 7 * CONFIG.num_hidden_layers}
 
 
