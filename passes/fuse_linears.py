@@ -28,19 +28,25 @@ from typing import Any, Final, cast
 
 from torch import fx
 
-from fp8graph.analysis.siblings import are_summed, can_be_slices, sibling_key, size_in_group, take_out_of_sum
+from fp8graph.analysis.siblings import (
+    FORWARD_APART,
+    are_summed,
+    can_be_slices,
+    sibling_key,
+    size_in_group,
+    take_out_of_sum,
+)
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import erase_unused, stable_topological_sort
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, set_argument, update_value, update_views
+from fp8graph.ir.edit import insert, parts_of, set_argument, slice_result, update_value
 from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, USES_KEY, aten, nodes, value, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
-FORWARD_APART = "in forward: slices of one result would be copied, or would keep all of it for backward"
 _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
 # the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
 _OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
@@ -124,27 +130,6 @@ def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
         first.meta[USES_KEY] = list(dict.fromkeys(rows))
 
 
-def slice_result(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
-    """Give each linear's users their part of the first result, which now is the result of all linears."""
-    users = [list(node.users) for node in results]
-    for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
-        for user in own:
-            user.replace_input_with(node, part)
-        update_views(part)
-    for node in results[1:]:
-        graph.erase_node(node)
-
-
-def _parts(
-    graph: fx.Graph, joined: fx.Node, like: Sequence[fx.Node], sizes: Sequence[int], dim: int
-) -> Iterator[fx.Node]:
-    end = 0
-    for node, size in zip(like, sizes, strict=True):
-        args = (joined, dim, end, end := end + size)
-        with graph.inserting_after(joined):
-            yield insert(graph, aten.slice.Tensor, args, like=node, name=f"{node.name}_part")
-
-
 def _operand(side: str) -> tuple[str, ...]:
     """The arguments of a scaled matmul that are one operand."""
     return side, f"scale_inv_{side}", f"global_scale_inv_{side}"
@@ -158,7 +143,7 @@ def _read_parts(readers: Sequence[fx.Node], sizes: Sequence[int], names: Sequenc
         if joined is None:
             continue
         rows = value(joined).shape[0] if value(joined).ndim == 2 else 0
-        parts = _parts(graph, joined, readers, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
+        parts = parts_of(graph, joined, readers, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
         for node, part in zip(readers, parts or [joined] * len(readers), strict=True):
             set_argument(node, name, part)
 

@@ -24,21 +24,20 @@ from typing import Any, Final
 
 from torch import fx
 
-from fp8graph.analysis.siblings import can_be_slices, fits_in_group, sibling_key
+from fp8graph.analysis.siblings import FORWARD_APART, can_be_slices, fits_in_group, sibling_key
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import erase_unused, stable_topological_sort
 from fp8graph.compat.ops import named_arguments
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, GraphFacts
-from fp8graph.ir.edit import insert, set_argument, update_value
+from fp8graph.ir.edit import insert, set_argument, slice_result, update_value
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, static_size, value, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen, Site
 from fp8graph.ir.weight_graphs import computed_from, inputs_to_keep
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.passes.fuse_linears import FORWARD_APART, are_fused, slice_result
 
 _OWN: Final = ("b", "scale_inv_b", "bias")
 _SAME: Final = (aten.detach.default, aten.alias.default)  # a library reads parameters so
@@ -47,7 +46,7 @@ _SAME: Final = (aten.detach.default, aten.alias.default)  # a library reads para
 def may_be_joined(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether linears are to be fused, and some weight is multiplied as it arrives."""
     decisions = compilation.decisions.values()
-    return are_fused(graph, compilation) and any(decision.stored is not None for decision in decisions)
+    return compilation.facts.settings.fuse_linears and any(decision.stored is not None for decision in decisions)
 
 
 def wanted_joins(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:

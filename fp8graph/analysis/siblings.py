@@ -25,6 +25,7 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.sites import Site
 
+FORWARD_APART: Final = "in forward: slices of one result would be copied, or would keep all of it for backward"
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 

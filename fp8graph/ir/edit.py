@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -170,3 +170,25 @@ def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, lik
             copy.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
             copy.meta[PASS_KEY] = ""
     return results
+
+
+def slice_result(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
+    """Give each linear's users their part of the first result, which now is the result of all linears."""
+    users = [list(node.users) for node in results]
+    for node, own, part in zip(results, users, parts_of(graph, results[0], results, sizes, dim), strict=True):
+        for user in own:
+            user.replace_input_with(node, part)
+        update_views(part)
+    for node in results[1:]:
+        graph.erase_node(node)
+
+
+def parts_of(
+    graph: fx.Graph, joined: fx.Node, like: Sequence[fx.Node], sizes: Sequence[int], dim: int
+) -> Iterator[fx.Node]:
+    """Insert slices of ``joined`` along ``dim``, one for each of ``like``, whose metadata it gets."""
+    end = 0
+    for node, size in zip(like, sizes, strict=True):
+        args = (joined, dim, end, end := end + size)
+        with graph.inserting_after(joined):
+            yield insert(graph, aten.slice.Tensor, args, like=node, name=f"{node.name}_part")

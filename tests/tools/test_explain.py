@@ -29,7 +29,7 @@ def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 of 45 GEMMs in FP8" in out  # 16 tokens: quantizing the weights for them takes longer than what they gain
     assert "not faster in FP8: predicted 0." in out
     assert main(["explain", "llama", "--seq", "16", "--target", "sm_90", "--inference"]) == 0
-    assert "12 of 15 GEMMs in FP8" in capsys.readouterr().out  # o would not be faster
+    assert "10 of 15 GEMMs in FP8" in capsys.readouterr().out  # o would not be faster, the host could not launch more
     assert main(["explain", "llama", "--seq", "16", "--target", "cpu"]) == 0
     assert "42 of 45 GEMMs in FP8" in capsys.readouterr().out
 
