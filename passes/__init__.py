@@ -111,8 +111,11 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
 # min-cut, which therefore saves FP8 tensors as they are.
 LOWERING: tuple[Callable[[fx.Graph], None], ...] = (cast_in_tiles, lower, share_sigmoid, store_once)
 
-# Runs on a graph that quantizes weights and writes the results into their kept copies.
-WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING[1:], write)
+# Runs on a graph that quantizes weights and writes the results into their kept copies, all by Inductor's kernels.
+WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (
+    *(run for run in LOWERING if run is not cast_in_tiles),
+    write,
+)
 
 # Keep the tensors that graphs take because one of these passes wants them. A call asks them in this order.
 STORES: tuple[type[Store], ...] = (
