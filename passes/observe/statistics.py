@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch.distributed as dist
 
-from fp8graph.compat import distributed
+from fp8graph.compat import checkpointing, distributed
 from fp8graph.errors import ConfigError, did_you_mean, expect_path, why_no_path
 from fp8graph.files import obstacle, write_file
 from fp8graph.ir.settings import choices
@@ -353,8 +353,9 @@ class JsonLines:
 
     def write(self, observation: Observation, request: Request, now: int | None) -> None:
         """Append the steps that are over; ``now``: the step that is not (None: all of them are)."""
-        new = observation.unread(request, now)
-        lines = [*map(json_line, records(observation.measurements(new), request, self._names))]
+        with checkpointing.without_modes():  # a backend may be collected while torch traces another model
+            new = observation.unread(request, now)
+            lines = [*map(json_line, records(observation.measurements(new), request, self._names))]
         observation.forget_steps(new)
         if not lines:
             return

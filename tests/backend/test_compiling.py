@@ -128,11 +128,10 @@ MACHINE: dict[str, tuple[Any, Callable[[], Any]]] = {
     "attention.active_implementation": (attention, lambda: "another"),
 }
 DECIDE = ("analysis", "hardware", "ir", "models", "numerics", "passes", "recipes")  # the rooms of what decides
-# Not varied: tables of torch's, a check of names, and what an operator, or a call that adds to gradients, reads when
+# Not varied: a table of torch's, a check of names, and what an operator, or a call that adds to gradients, reads when
 # the code runs.
 NOT_DECIDING = {
     "select_decomp_table",
-    "FORMS.values",
     "inductor.option_names",
     "random_bits.rank",
     "checkpointing.graph_task",
@@ -160,7 +159,7 @@ def state_read_by(file: Path) -> Iterator[str]:
             compat |= {alias.name for alias in node.names}
         if isinstance(node, ast.Call) and not (node.args or node.keywords):
             name = ast.unparse(node.func)
-            if name.split(".")[0] in compat:
+            if (owner := name.split(".")[0]) in compat and not owner.isupper():  # but for our own tables
                 yield f"{file.stem}.{name}" if name == "rank" else name
         if isinstance(node, ast.Attribute) and STATE.match(name := ast.unparse(node)):
             yield name

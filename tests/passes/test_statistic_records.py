@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import itertools
@@ -9,11 +10,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fp8graph import Backend, ConfigError
 from fp8graph.passes.observe import statistics
@@ -79,13 +83,15 @@ for _ in range(2):
     assert steps == [0] * 2 + [1] * 2 + [0] * 2 + [1] * 2
 
 
-def test_freed_backend_has_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])  # the collector may run at any moment
+def test_freed_backend_has_written(tmp_path: Path, mode: Callable[[], AbstractContextManager[Any]]) -> None:
     backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"}, guard={})
     train(backend, tmp_path / "s.jsonl", 1)
     assert not (tmp_path / "s.jsonl").exists()
     torch._dynamo.reset()
     del backend
-    gc.collect()
+    with mode():
+        gc.collect()
     assert {line["step"] for line in lines(tmp_path / "s.jsonl")} == {0}
 
 
