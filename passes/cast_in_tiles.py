@@ -1,4 +1,4 @@
-"""Quantize tensors with FP32 scales of tiles by a kernel that computes each tile of 128 x 128 once.
+"""Quantize tensors to both layouts by a kernel that computes each tile of 128 x 128 once.
 
     h = silu(g) * u                             ->      qh = cast_in_tiles([g, u], "swiglu", ...)
     qh = quantize(h, rowwise, columnwise)
@@ -6,12 +6,14 @@
     q = quantize(x, rowwise, columnwise)        ->      q = cast_in_tiles([x], "", ...)
 
 Inductor fuses a reduction with loops of one direction: tiles of 1x128 and of 128x1 are two kernels, each of which reads
-the tensor, or computes SwiGLU again, and the amax and the cast of tiles of 128x128 are two, too. The kernel is
-``numerics/tile_kernel.py``. Numbers are those of Inductor's kernels.
+the tensor, or computes SwiGLU again, and the amax and the cast of tiles of 128x128 are two, too. Delayed scaling's amax
+and casts are one loop along rows, which stores the other layout in pieces of 16 or 32 bytes; the kernel's amaxes are
+those of tiles, of which the largest is the same. The kernel is ``numerics/tile_kernel.py``. Numbers are those of
+Inductor's kernels.
 
 Refuses (leaves to Inductor) tensors that other functions compute, which its kernels fuse with the cast; small ones;
-those with ragged tiles or padding; graphs that round between operations (``emulate_precision_casts``); other devices
-than those whose blocks were measured, and machines without triton.
+those with ragged tiles or padding; delayed scaling in one layout; graphs that round between operations
+(``emulate_precision_casts``); other devices than those whose blocks were measured, and machines without triton.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from fp8graph.compat import inductor
 from fp8graph.compat.attention import FLEX, FORMS
 from fp8graph.compat.inductor import LARGE, erase_unused
 from fp8graph.ir import ops
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.nodes import NAMES_KEY, aten, is_view, nodes, value
 from fp8graph.ir.quantize_node import Arguments, QuantizeNode
-from fp8graph.numerics.tile_casts import CAST, SIZE
+from fp8graph.numerics.tile_casts import CAST, SIZE, TileCast
 from fp8graph.numerics.tiles import TRANSPOSED
 from fp8graph.passes.share_sigmoid import argument_of_exponential, argument_of_silu
 
@@ -52,7 +54,9 @@ def _check(node: fx.Node) -> tuple[str, list[fx.Node]] | None:
     """The function and what it is computed from; None: Inductor's kernels quantize the tensor."""
     quantized = QuantizeNode(node)
     arguments = quantized.arguments
-    if quantized.kind.name != "block" or not _is_plain(arguments) or not all(map(_fits, arguments.parts)):
+    if quantized.kind.name not in ("block", "delayed") or not _is_plain(arguments):
+        return None
+    if not all(map(_fits, arguments.parts)) or not _is_only_reduced(quantized.outputs.get("amax")):
         return None
     if not inductor.writes_tiles(value(arguments.x).device):
         return None
@@ -60,13 +64,20 @@ def _check(node: fx.Node) -> tuple[str, list[fx.Node]] | None:
     return inputs if inputs is not None and all(map(_is_readable, inputs[1])) else None
 
 
+def _is_only_reduced(amax: fx.Node | None) -> bool:
+    """Whether all that read the amaxes of a tensor are ops of ours, which take the largest of them."""
+    return amax is None or all(getattr(user.target, "namespace", "") == "fp8graph" for user in amax.users)
+
+
 def _is_plain(arguments: Arguments) -> bool:
-    """Whether both layouts have 1x128 tiles, or the rowwise one has square ones, and nothing is to be padded."""
+    """Whether both layouts have one given scale or 1x128 tiles, or the rowwise one square ones, without padding."""
     plain = Arguments(
         *(arguments.x, arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon),
         *(arguments.rowwise, arguments.columnwise),
         scaling=arguments.scaling,
         block=arguments.block,
+        scales=arguments.scales if arguments.scaling == "delayed" else None,
+        row=arguments.row,
         keep_scales=arguments.keep_scales,
         more=arguments.more,
         dim=arguments.dim,
@@ -74,7 +85,11 @@ def _is_plain(arguments: Arguments) -> bool:
         columnwise_order=arguments.columnwise_order,
     )
     block = [*arguments.block]
-    layouts = bool(arguments.rowwise) and (block == [SIZE, SIZE] or (block == [1, SIZE] and bool(arguments.columnwise)))
+    both = bool(arguments.rowwise) and bool(arguments.columnwise)
+    if arguments.scaling == "delayed":
+        layouts = both and arguments.scales is not None
+    else:
+        layouts = bool(arguments.rowwise) and block == [SIZE, SIZE] or both and block == [1, SIZE]
     orders = {arguments.rowwise_order, arguments.columnwise_order} <= {"", TRANSPOSED}
     return arguments == plain and layouts and orders and _padding(arguments) == 0
 
@@ -119,7 +134,8 @@ def _is_readable(node: fx.Node) -> bool:
 def _inputs(arguments: Arguments) -> tuple[str, list[fx.Node]] | None:
     """The function that computes the parts and its inputs; "" and the parts if they are not computed."""
     parts = arguments.parts
-    if [*arguments.block] == [1, SIZE] and arguments.power_2_scale and not inductor.rounds_between():
+    fused = arguments.scaling == "delayed" or ([*arguments.block] == [1, SIZE] and arguments.power_2_scale)
+    if fused and not inductor.rounds_between():
         if len(parts) == 1 and (operands := _swiglu(parts[0])) is not None:
             return "swiglu", operands
         if len(parts) == 2 and arguments.dim == -1 and (operands := _swiglu_backward(*parts)) is not None:
@@ -203,12 +219,24 @@ def _rewrite(graph: fx.Graph, node: fx.Node, function: str, inputs: list[fx.Node
             graph,
             CAST,
             (
-                *(inputs, function, arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon),
-                *([*arguments.block], arguments.dim, bool(arguments.columnwise), arguments.keep_scales),
-                [arguments.rowwise_order, arguments.columnwise_order],
+                [*inputs, *([] if arguments.scales is None else [arguments.scales])],
+                *TileCast(
+                    function=function,
+                    dtype=arguments.dtype,
+                    power_2_scale=arguments.power_2_scale,
+                    amax_epsilon=arguments.amax_epsilon,
+                    block=[*arguments.block],
+                    dim=arguments.dim,
+                    both=bool(arguments.columnwise),
+                    keep_scales=arguments.keep_scales,
+                    orders=[arguments.rowwise_order, arguments.columnwise_order],
+                    row=arguments.row,
+                ),
             ),
             like=node,
         )
     made.meta[NAMES_KEY] = (node.name, *(user.name for user in node.users))
     node.replace_all_uses_with(made)
+    for output in made.users:
+        update_value(output)
     graph.erase_node(node)

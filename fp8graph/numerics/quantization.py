@@ -109,10 +109,11 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
 
     :func:`output_names` names the results.
     """
-    return _quantized(QuantizeArguments(*args, **kwargs))
+    return quantize_as(QuantizeArguments(*args, **kwargs))
 
 
-def _quantized(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
+def quantize_as(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
+    """The same for arguments that are there."""
     kind, dim, offs = SCALINGS[arguments.scaling], arguments.dim, arguments.offs
     grouped = offs is not None or arguments.per_matrix
     parts, group = (
@@ -179,7 +180,7 @@ def _rowwise_numbers(arguments: QuantizeArguments[Tensor], made: tuple[Tensor, T
     """The numbers of the rowwise copy, decoded, in FP32: of the one that was ``made``, if it was."""
     if made is None:
         plain = dataclasses.replace(arguments, rowwise=[1, 1], columnwise=[], rowwise_order="", columnwise_order="")
-        data, scale_inv = _quantized(plain)
+        data, scale_inv = quantize_as(plain)
     else:
         data, scale_inv = made
     joined = sum(part.shape[arguments.dim] for part in arguments.parts)

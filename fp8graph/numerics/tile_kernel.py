@@ -1,8 +1,9 @@
-"""A Triton kernel that computes tiles of 128 x 128 once, and casts them to both layouts, each with scales of its own.
+"""A Triton kernel that computes tiles of 128 x 128 once, and casts them to both layouts.
 
-Each program has one tile in registers: the amaxes of its rows and of its columns (or of all of it), the scales, and
-both casts. Inductor's loops have one direction each, and would compute the tile in every one of them. What is computed
-is that of ``quantization`` for FP32 scales, bit for bit; see ``tile_casts`` for the functions. Needs triton.
+Each program has one tile in registers: the amaxes of its rows and of its columns (or of all of it), the scales, which
+are from these amaxes or given, and both casts. Inductor's loops have one direction each: they would compute the tile in
+every one of them, or store the other layout in short pieces. What is computed is that of ``quantization`` for FP32
+scales, bit for bit; see ``tile_casts`` for the functions. Needs triton.
 """
 
 # Triton gives types to the parameters.
@@ -43,14 +44,18 @@ def scale_of(amax, fp8_max: tl.constexpr, power_2: tl.constexpr, epsilon: tl.con
 @triton.jit
 def cast_tiles(
     a, b, c,  # [rows, columns] of this launch, in memory; those that a function does not read are a
-    rowwise, columnwise, rowwise_scale_inv, columnwise_scale_inv, scales,  # of the whole tensor
+    table,  # of scales that are given; else a
+    rowwise, columnwise, rowwise_scale_inv, columnwise_scale_inv,  # of the whole tensor
+    of_tiles,  # [row tiles, column tiles]: their scales, kept, or their amaxes
     stride_a, stride_b, stride_c,
     first_row, first_column,  # where this launch begins in the result, in tiles
     whole_rows, whole_columns,
     row_stride, row_tile_stride, column_stride, column_tile_stride,  # of the scales
+    at_scale, at_scale_inv,  # places in the table
     function: tl.constexpr,
     fp8_max: tl.constexpr, power_2: tl.constexpr, epsilon: tl.constexpr,
-    square: tl.constexpr, both: tl.constexpr, keeps: tl.constexpr,
+    scales: tl.constexpr,  # of "rows" of tiles and of columns, of "squares", or "given" for the tensor
+    both: tl.constexpr, keeps: tl.constexpr,
 ):  # fmt: skip
     size: tl.constexpr = 128
     i = tl.arange(0, size)
@@ -77,7 +82,13 @@ def cast_tiles(
     in_row = rowwise + rows * whole_columns + columns + i[:, None] * whole_columns + i[None, :]
     in_column = columnwise + columns * whole_rows + rows + i[None, :] * whole_rows + i[:, None]
     of_rows = tl.reduce(tl.abs(x), 1, larger)
-    if square:
+    if scales == "given":
+        cast = (finite * tl.load(table + at_scale)).to(rowwise.dtype.element_ty)
+        tl.store(in_row, cast)
+        tl.store(in_column, cast)
+        tl.store(of_tiles + row * (whole_columns // size) + column, tl.reduce(of_rows, 0, larger))
+        tl.store(rowwise_scale_inv, tl.load(table + at_scale_inv), mask=(row == 0) & (column == 0))
+    elif scales == "squares":
         scale = scale_of(tl.reduce(of_rows, 0, larger), fp8_max, power_2, epsilon)
         scale_inv = tl.div_rn(1.0, scale)
         cast = (finite * scale).to(rowwise.dtype.element_ty)
@@ -87,7 +98,7 @@ def cast_tiles(
             tl.store(in_column, cast)
             tl.store(columnwise_scale_inv + column * column_stride + row * column_tile_stride, scale_inv)
         if keeps:
-            tl.store(scales + row * (whole_columns // size) + column, scale)
+            tl.store(of_tiles + row * (whole_columns // size) + column, scale)
     else:
         of_rows = scale_of(of_rows, fp8_max, power_2, epsilon)
         of_columns = scale_of(tl.reduce(tl.abs(x), 0, larger), fp8_max, power_2, epsilon)

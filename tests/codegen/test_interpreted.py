@@ -50,10 +50,10 @@ def test_a_layer_of_experts_computes_its_emulation() -> None:
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
 def test_the_kernel_of_tiles_computes_the_reference() -> None:
-    """Every function, tiles along rows and square ones, both orders of scales; scales of amaxes of every exponent."""
+    """Every function, each kind of scales, both orders of them; scales of amaxes of every exponent."""
     found = interpreted("tiles")
-    assert len(found) == 6 + 4
-    assert sum(case["outputs"] for case in found[:6]) == 4 * 4 + 3 + 5
+    assert len(found) == 9 + 4
+    assert sum(case["outputs"] for case in found[:9]) == 7 * 4 + 3 + 5
     assert [case["case"] for case in found if case["different"]] == []
 
 

@@ -73,8 +73,8 @@ def test_kernels_written_by_hand_have_bytes_sources_and_costs() -> None:
 
     def function(gate: Tensor, up: Tensor) -> list[Tensor]:
         half = gate.neg()
-        rows = CAST([gate, up], "swiglu", E4M3, True, 0.0, [1, 128], -1, True, False, ["", ""])
-        square = CAST([gate, half], "", E4M3, True, 0.0, [128, 128], -2, False, True, ["", ""])
+        rows = CAST([gate, up], "swiglu", E4M3, True, 0.0, [1, 128], -1, True, False, ["", ""], 0)
+        square = CAST([gate, half], "", E4M3, True, 0.0, [128, 128], -2, False, True, ["", ""], 0)
         return [*rows, *square]
 
     kernels = generate(function, [torch.empty(256, 384, dtype=torch.bfloat16)] * 2).kernels

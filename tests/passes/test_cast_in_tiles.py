@@ -12,11 +12,14 @@ from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp8graph import offline
 from fp8graph.compat import inductor
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes
-from fp8graph.numerics.tile_casts import CAST
+from fp8graph.numerics.formats import SCALE, SCALE_INV
+from fp8graph.numerics.tile_casts import CAST, launches_of
 from fp8graph.passes.cast_in_tiles import cast_in_tiles
+from fp8graph.passes.connect_scales import update_page
 from helpers import graph_text, same_bits
 
 E4M3, SIZE = torch.float8_e4m3fn, (2048, 2048)
@@ -35,6 +38,16 @@ def quantized(*parts: Tensor, **changes: Any) -> list[Tensor]:
     layouts = settings.pop("rowwise"), settings.pop("columnwise")
     power_2 = settings.pop("power_2_scale", True)
     return list(ops.quantize(x, E4M3, power_2, 0.0, *layouts, **settings, **({"more": more} if more else {})))
+
+
+def delayed(scales: Tensor | None, *parts: Tensor, **changes: Any) -> list[Tensor]:
+    """The second of three tensors whose scales a table holds."""
+    orders = {"rowwise_order": "", "columnwise_order": ""}
+    settings: dict[str, Any] = {"scaling": "delayed", "block": [], "scales": scales, "row": 1, "columnwise": [16, 16]}
+    return quantized(*parts, power_2_scale=False, **settings | orders | changes)
+
+
+TABLE = (3, 2)
 
 
 def graph_of(function: Callable[..., Any], *sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> fx.Graph:
@@ -78,11 +91,17 @@ SQUARE: dict[str, Any] = {"block": [128, 128], "rowwise": [16, 512], "rowwise_or
         (lambda g, u: quantized(swiglu(g, u)), 2, ("swiglu", [0, 1])),
         (lambda g, u: quantized(u * nn.functional.silu(g)), 2, ("swiglu", [0, 1])),
         (lambda g, d, u: quantized(*swiglu_backward(g, d, u)), 3, ("swiglu_backward", [0, 1, 2])),
+        (lambda x, y, t: delayed(t, x, y, dim=-2)[:-1], 2, ("", [0, 1, 2])),
+        (lambda g, u, t: delayed(t, swiglu(g, u))[:-1], 2, ("swiglu", [0, 1, 2])),
+        (lambda g, d, u, t: delayed(t, *swiglu_backward(g, d, u))[:-1], 3, ("swiglu_backward", [0, 1, 2, 3])),
     ],
-    ids=["both layouts", "side by side", "square tiles", "a weight's parts", "SwiGLU", "up first", "SwiGLU's backward"],
+    ids=[
+        *("both layouts", "side by side", "square tiles", "a weight's parts", "SwiGLU", "up first"),
+        *("SwiGLU's backward", "delayed", "delayed, SwiGLU", "delayed, its backward"),
+    ],
 )
 def test_one_kernel_casts_and_computes(function: Any, inputs: int, expected: tuple[str, list[int]]) -> None:
-    graph = graph_of(function, *[SIZE] * inputs)
+    graph = graph_of(function, *[SIZE] * inputs, *([TABLE] if len(expected[1]) > inputs else []))
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     assert casts(graph) == [(expected[0], [names[index] for index in expected[1]])]
     assert not list(nodes(graph, (ops.quantize,)))
@@ -110,8 +129,9 @@ def test_the_result_of_attention_is_read_where_it_is() -> None:
 def test_the_text_before_and_after() -> None:
     graph = graph_of(lambda g, u: quantized(swiglu(g, u)), SIZE, SIZE)
     (line,) = [line for line in graph_text(graph).splitlines() if "fp8graph_tiles" in line]
+    orders = "[transposed, transposed]"
     assert line.partition(" = ")[2] == (
-        "fp8graph_tiles.cast([g_1, u_1], swiglu, e4m3, True, 0.0, [1, 128], -1, True, False, [transposed, transposed])"
+        f"fp8graph_tiles.cast([g_1, u_1], swiglu, e4m3, True, 0.0, [1, 128], -1, True, False, {orders}, 0)"
     )
 
 
@@ -136,6 +156,9 @@ NOTHING: list[tuple[str, list[str]]] = []
         pytest.param(lambda x: quantized(x[:, 4:2052]), [(2048, 2056)], id="loads that are not aligned"),
         pytest.param(lambda x: quantized(x, scaling="block_e8m0"), [SIZE], id="E8M0"),
         pytest.param(lambda x: quantized(x, rowwise_order="128x4"), [SIZE], id="scales in blocks"),
+        pytest.param(lambda x, t: delayed(t, x, columnwise=[])[:-1], [SIZE, TABLE], id="delayed: one layout"),
+        pytest.param(lambda x: delayed(None, x)[:-1], [SIZE], id="delayed: no scales yet"),
+        pytest.param(lambda x, t: delayed(t, x)[-1] * 2, [SIZE, TABLE], id="delayed: amaxes of rows"),
     ],
 )
 def test_casts_that_are_left_to_inductor(function: Any, sizes: Any) -> None:
@@ -158,16 +181,43 @@ def test_other_devices_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs"),
+    "function",
     [
-        (lambda x, y: quantized(x, y), 2),
-        (lambda x, y: quantized(x, y, power_2_scale=False, dim=-2), 2),
-        (lambda x, y: quantized(x, y, **SQUARE, columnwise=[], keep_scales=True, dim=-2), 2),
+        lambda x, y, _: quantized(x, y),
+        lambda x, y, _: quantized(x, y, power_2_scale=False, dim=-2),
+        lambda x, y, _: quantized(x, y, **SQUARE, columnwise=[], keep_scales=True, dim=-2),
+        lambda x, y, t: with_page(t, delayed(t, x, y)),
+        lambda x, y, t: with_page(t, delayed(t, x, y, dim=-2)),
     ],
-    ids=["both layouts", "FP32 scales", "a weight's parts"],
+    ids=["both layouts", "FP32 scales", "a weight's parts", "delayed", "delayed, rows"],
 )
-def test_results_are_those_of_quantize(function: Any, inputs: int) -> None:
-    tensors = [torch.randn(SIZE).bfloat16() for _ in range(inputs)]
-    graph = graph_of(function, *[SIZE] * inputs)
+def test_results_are_those_of_quantize(function: Any) -> None:
+    table = torch.cat([torch.rand(3, 2) + 0.5, torch.zeros(3, 4)], 1)
+    tensors = [*torch.randn(2, *SIZE).bfloat16(), table]
+    graph = graph_of(function, *(x.shape for x in tensors))
     assert len(casts(graph)) == 1
     assert same_bits(fx.GraphModule(nn.Module(), graph)(*tensors), function(*tensors))
+
+
+def test_amaxes_of_delayed_scaling_are_those_of_tiles() -> None:
+    def function(x: Tensor, page: Tensor) -> list[Tensor]:
+        return with_page(page, delayed(page, x))
+
+    graph = graph_of(function, (2048, 2560), TABLE)
+    (update,) = nodes(graph, (update_page,))
+    (amaxes,) = {*cast("list[fx.Node]", update.args[1])}
+    assert amaxes.meta["val"].shape == (16 * 20,)
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_the_kernel_reads_the_scale_of_its_tensor() -> None:
+    described = [inductor.Described(shape=(128, 128), stride=(128, 1)), inductor.Described(shape=(3, 2), stride=(6, 1))]
+    _, (launch,) = launches_of(described, "", E4M3, False, 0.0, [], -1, True, False, ["", ""], 2)
+    assert (launch.constants["at_scale"], launch.constants["at_scale_inv"]) == (2 * 6 + SCALE, 2 * 6 + SCALE_INV)
+    assert (launch.reads["a"], launch.reads["table"]) == (0, 1)
+
+
+def with_page(page: Tensor, results: list[Tensor]) -> list[Tensor]:
+    """The copies, their scale, and the page that the amaxes of one tensor are recorded in."""
+    *copies, amax = results
+    return [*copies, update_page(page, [amax] * len(page), 448.0, 0.0, "max")]

@@ -336,14 +336,17 @@ def experts(sizes: list[int], recipe: Any) -> None:
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, SQUARE, PLAIN, TRANSPOSED = [1, 128], [128, 128], ["", ""], ["transposed", "transposed"]
-# a name; how many inputs; function, dtype, power of two, epsilon, tiles, dim, both layouts, kept scales, orders
+# a name; how many inputs; function, dtype, power of two, epsilon, tiles, dim, both layouts, kept scales, orders, row
 TILES: list[tuple[str, int, tuple[Any, ...]]] = [
-    ("SwiGLU", 2, ("swiglu", E4M3, True, 0.0, ROWS, -1, True, False, TRANSPOSED)),
-    ("its backward", 3, ("swiglu_backward", E5M2, True, 0.0, ROWS, -1, True, False, TRANSPOSED)),
-    ("side by side", 2, ("", E4M3, True, 0.0, ROWS, -1, True, False, PLAIN)),
-    ("FP32 scales", 2, ("", E4M3, False, 1e-4, ROWS, -2, True, False, TRANSPOSED)),
-    ("square", 2, ("", E4M3, True, 0.0, SQUARE, -2, False, True, PLAIN)),
-    ("square, both layouts", 1, ("", E5M2, False, 0.0, SQUARE, -2, True, True, PLAIN)),
+    ("SwiGLU", 2, ("swiglu", E4M3, True, 0.0, ROWS, -1, True, False, TRANSPOSED, 0)),
+    ("its backward", 3, ("swiglu_backward", E5M2, True, 0.0, ROWS, -1, True, False, TRANSPOSED, 0)),
+    ("side by side", 2, ("", E4M3, True, 0.0, ROWS, -1, True, False, PLAIN, 0)),
+    ("FP32 scales", 2, ("", E4M3, False, 1e-4, ROWS, -2, True, False, TRANSPOSED, 0)),
+    ("square", 2, ("", E4M3, True, 0.0, SQUARE, -2, False, True, PLAIN, 0)),
+    ("square, both layouts", 1, ("", E5M2, False, 0.0, SQUARE, -2, True, True, PLAIN, 0)),
+    ("delayed, SwiGLU", 2, ("swiglu", E4M3, False, 0.0, [], -1, True, False, PLAIN, 1)),
+    ("delayed, its backward", 3, ("swiglu_backward", E5M2, False, 0.0, [], -1, True, False, PLAIN, 2)),
+    ("delayed, a weight's parts", 2, ("", E4M3, False, 0.0, [], -2, True, False, PLAIN, 1)),
 ]
 
 
@@ -364,6 +367,8 @@ def tiles() -> None:
         numbers = torch.randn(3, 256, 128) * torch.logspace(-30, 30, 256).unsqueeze(1) * torch.logspace(-3, 3, 128)
         numbers[0, 0, 0], numbers[0, 3, 5], numbers[0, 9], numbers[0, 200:] = torch.inf, torch.nan, 0.0, 0.0
         given = list(numbers.bfloat16())[:count]
+        if not tile_casts.TileCast(*settings).block:
+            given.append(torch.tensor([[1.0, 1.0, 0.0], [1 / 3.5, 3.5, 0.0], [1 / 0.7, 0.7, 0.0]])[:, :2])
         described = [inductor.Described(shape=x.shape, stride=x.stride()) for x in given]
         shapes, launches = tile_casts.launches_of(described, *settings)
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
