@@ -7,9 +7,8 @@
 
 Inductor fuses a reduction with loops of one direction: tiles of 1x128 and of 128x1 are two kernels, each of which reads
 the tensor, or computes SwiGLU again, and the amax and the cast of tiles of 128x128 are two, too. Delayed scaling's amax
-and casts are one loop along rows, which stores the other layout in pieces of 16 or 32 bytes; the kernel's amaxes are
-those of tiles, of which the largest is the same. The kernel is ``numerics/tile_kernel.py``. Numbers are those of
-Inductor's kernels.
+and casts are one loop along rows, which stores the other layout in pieces of 16 or 32 bytes, and an amax for each row;
+the kernel makes one amax. It is ``numerics/tile_kernel.py``. Numbers are those of Inductor's kernels.
 
 Refuses (leaves to Inductor) tensors that other functions compute, which its kernels fuse with the cast; small ones;
 those with ragged tiles or padding; delayed scaling in one layout; graphs that round between operations

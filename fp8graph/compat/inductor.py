@@ -11,7 +11,7 @@ import importlib.util
 import math
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 from unittest import mock
@@ -588,7 +588,8 @@ class Launch:
     constants: Mapping[str, Any]
 
 
-Launches = tuple[Sequence[tuple[Sequence[int], torch.dtype]], Sequence[Launch]]
+# The shapes and dtypes of the results, which of them are to be zeros before, and the launches.
+Launches = tuple[Sequence[tuple[Sequence[int], torch.dtype]], Collection[int], Sequence[Launch]]
 
 
 def writes_tiles(device: torch.device) -> bool:
@@ -607,9 +608,12 @@ def lower_to_launches(op: Any, plan: Callable[..., Launches]) -> None:
     def launched(inputs: Sequence[Any], *settings: Any) -> list[Any]:
         inputs = list(map(_with_rows_in_memory, inputs))
         described = [Described(shape=[*map(int, x.get_size())], stride=[*map(int, x.get_stride())]) for x in inputs]
-        shapes, launches = plan(described, *settings)
-        made = {"device": inputs[0].get_device()}
-        results = [lowerings[torch.ops.aten.empty.memory_format](shape, dtype=dtype, **made) for shape, dtype in shapes]
+        shapes, zeros, launches = plan(described, *settings)
+        results: list[Any] = []
+        for index, (shape, dtype) in enumerate(shapes):
+            made = {"dtype": dtype, "device": inputs[0].get_device()}
+            full, empty = lowerings[torch.ops.aten.full], lowerings[torch.ops.aten.empty.memory_format]
+            results.append(full(shape, 0.0, **made) if index in zeros else empty(shape, **made))
         for launch in launches:
             tensors = {name: inputs[index] for name, index in launch.reads.items()}
             tensors |= {name: results[index] for name, index in launch.writes.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8graph.compat import inductor
 from fp8graph.numerics import quantization
-from fp8graph.numerics.formats import SCALE, SCALE_INV, amax_of
+from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.scalings import QuantizeArguments
 from fp8graph.numerics.tiles import TRANSPOSED
 from fp8graph.recipes import FP8_MAX, Layout
@@ -76,7 +76,7 @@ class TileCast(NamedTuple):
 def cast_in_tiles(inputs: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     """The results of ``quantize_layouts``: rowwise and, if ``both``, columnwise.
 
-    Of delayed scaling, the amaxes are those of tiles of ``SIZE`` x ``SIZE`` and not of rows.
+    Of delayed scaling, the amax [1] is that of the whole tensor, and not of each row.
 
     Args:
         inputs: bf16 [rows, columns], multiples of ``SIZE``, contiguous along columns: what the function takes, or
@@ -89,8 +89,7 @@ def cast_in_tiles(inputs: Sequence[Tensor], *settings: Any) -> list[Tensor]:
     parts = function(*(x.to(torch.float32) for x in inputs)) if function else list(inputs)
     results = quantization.quantize_as(given.arguments(parts, scales))
     if not given.block:
-        tiles = torch.cat(parts, given.dim).unflatten(1, (-1, SIZE)).unflatten(0, (-1, SIZE))
-        results[-1] = amax_of(tiles, (1, 3)).flatten()
+        results[-1] = results[-1].amax().reshape(1)
     return results
 
 
@@ -99,8 +98,7 @@ def _shapes(inputs: Sequence[Any], given: TileCast) -> list[tuple[list[int], tor
     parts = list(inputs) if not given.function else [inputs[0]] * (2 if given.function == "swiglu_backward" else 1)
     shapes = quantization.output_shapes(given.arguments(parts, scales))
     if not given.block:
-        (rows, columns), _ = shapes[0]
-        shapes[-1] = [rows // SIZE * (columns // SIZE)], torch.float32
+        shapes[-1] = [1], torch.float32
     return shapes
 
 
@@ -152,7 +150,7 @@ def launches_of(inputs: Sequence[inductor.Described], *settings: Any) -> inducto
             )
         )  # fmt: skip
         first_row, first_column = (first_row + height // SIZE, 0) if given.dim == -2 else (0, first_column + tiles)
-    return results, launches
+    return results, [] if given.block else [names.index("amax")], launches
 
 
 # The kernel's names of results.

@@ -46,7 +46,7 @@ def cast_tiles(
     a, b, c,  # [rows, columns] of this launch, in memory; those that a function does not read are a
     table,  # of scales that are given; else a
     rowwise, columnwise, rowwise_scale_inv, columnwise_scale_inv,  # of the whole tensor
-    of_tiles,  # [row tiles, column tiles]: their scales, kept, or their amaxes
+    of_tiles,  # [row tiles, column tiles]: their scales, kept; with a given scale [1]: the amax, 0 before
     stride_a, stride_b, stride_c,
     first_row, first_column,  # where this launch begins in the result, in tiles
     whole_rows, whole_columns,
@@ -86,7 +86,9 @@ def cast_tiles(
         cast = (finite * tl.load(table + at_scale)).to(rowwise.dtype.element_ty)
         tl.store(in_row, cast)
         tl.store(in_column, cast)
-        tl.store(of_tiles + row * (whole_columns // size) + column, tl.reduce(of_rows, 0, larger))
+        # as numbers that are not negative, bits have the order of their values; NaN's are the largest
+        amax = tl.reduce(of_rows, 0, larger).to(tl.int32, bitcast=True)
+        tl.atomic_max(of_tiles.to(tl.pointer_type(tl.int32), bitcast=True), amax, sem="relaxed")
         tl.store(rowwise_scale_inv, tl.load(table + at_scale_inv), mask=(row == 0) & (column == 0))
     elif scales == "squares":
         scale = scale_of(tl.reduce(of_rows, 0, larger), fp8_max, power_2, epsilon)

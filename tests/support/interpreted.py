@@ -370,8 +370,10 @@ def tiles() -> None:
         if not tile_casts.TileCast(*settings).block:
             given.append(torch.tensor([[1.0, 1.0, 0.0], [1 / 3.5, 3.5, 0.0], [1 / 0.7, 0.7, 0.0]])[:, :2])
         described = [inductor.Described(shape=x.shape, stride=x.stride()) for x in given]
-        shapes, launches = tile_casts.launches_of(described, *settings)
+        shapes, zeros, launches = tile_casts.launches_of(described, *settings)
         results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        for index in zeros:
+            results[index].zero_()
         for launch in launches:
             tensors = {parameter: given[index] for parameter, index in launch.reads.items()}
             tensors |= {parameter: results[index] for parameter, index in launch.writes.items()}
