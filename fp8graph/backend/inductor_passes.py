@@ -293,7 +293,7 @@ class LowerPass(_Pass):
         with self.stopwatch():
             for index, run in enumerate(self._passes):
                 lowered = lower in self._passes[: index + 1]
-                _run(graph, run.__name__, functools.partial(run, graph), lowered=lowered)
+                _run(graph, run.__name__, functools.partial(run, graph), lowered=lowered, partitioned=True)
 
 
 def _spell_out_dropout(graph: fx.Graph) -> None:

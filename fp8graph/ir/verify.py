@@ -43,13 +43,16 @@ def verify(
     *,
     after: str,
     lowered: bool = False,
+    partitioned: bool = False,
     hardware_of: Callable[[fx.Node], Hardware] | None = None,
     sites: Sequence[Site] = (),
 ) -> None:
     """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame.
 
-    ``hardware_of``: the hardware that a GEMM is decided for. None: its support for the GEMM was checked before.
-    ``sites``: of the program, which say how each operand lies. Shapes do not: a square one fits transposed, too.
+    ``lowered``: it may have no dialect nodes. ``partitioned``: it is forward or backward alone, and what its nodes say
+    of their direction means nothing any more. ``hardware_of``: the hardware that a GEMM is decided for. None: its
+    support for the GEMM was checked before. ``sites``: of the program, which say how each operand lies. Shapes do not:
+    a square one fits transposed, too.
     """
     of_program = {gemm.node: gemm for site in sites for gemm in site.gemms}
 
@@ -72,7 +75,7 @@ def verify(
             continue
         if "val" not in node.meta:
             fail(node, "an inserted node without a fake value")
-        if not lowered and "partitioner_tag" in node.meta and not is_backward(node):
+        if not partitioned and "partitioner_tag" in node.meta and not is_backward(node):
             if any(is_backward(s) for s in node.all_input_nodes):
                 fail(node, "a forward node that reads from backward")
         if (check := _CHECKS.get(node.target) or ops.CHECKS.get(node.target)) is not None:

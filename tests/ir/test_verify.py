@@ -202,6 +202,7 @@ def test_forward_does_not_read_from_backward() -> None:
     placeholder.target = "tangents_1"
     with pytest.raises(fp8graph.Fp8GraphError, match="forward node that reads from backward"):
         check(graph)
+    verify.verify(graph, after="cast_in_tiles", partitioned=True)  # of backward alone, some of whose nodes came tagged
 
 
 def test_an_inserted_node_has_a_value() -> None:
