@@ -215,6 +215,15 @@ def inspect(options: argparse.Namespace) -> int:
     return 1 if inspection.problems else 0
 
 
+def lint(options: argparse.Namespace) -> int:
+    """Judge a checkpoint, one layer at a time; 1 if something is wrong."""
+    from fp8graph.tools.lint_checkpoint import linted
+
+    result = linted(options.folder)
+    print(json.dumps(result.to_dict(), indent=1) if options.json else result)
+    return 0 if result else 1
+
+
 def doctor(_options: argparse.Namespace) -> int:
     """Print the machine, the packages that can be installed, and a table of recipes by architecture."""
     from fp8graph.report.tables import aligned
@@ -488,6 +497,14 @@ COMMANDS: Final = (
         {
             "folder": dict(type=Path, help="a folder with config.json and safetensors files"),
             "--json": dict(action="store_true", help="print all of it as JSON, with a row per layer"),
+        },
+    ),
+    Command(
+        lint,
+        "judge an FP8 checkpoint by what its numbers mean: scales, codes, the config's lists; 1 if something is wrong",
+        {
+            "folder": dict(type=Path, help="a folder with config.json and safetensors files"),
+            "--json": dict(action="store_true", help="print the findings as JSON"),
         },
     ),
     Command(doctor, "show what is native, emulated or missing on this machine"),

@@ -84,6 +84,10 @@ class HuggingFaceFP8(Quantization):
     def ignore(self) -> tuple[str, ...]:
         return self.modules_to_not_convert
 
+    @property
+    def powers_of_two(self) -> bool:
+        return self.scale_format == "ue8m0"
+
     @classmethod
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:
         fields = Fields(config, where)

@@ -340,6 +340,11 @@ class Quantization(ABC):
         """The config's entry for a quantized key-value cache."""
         return None
 
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether the config says that scales which are stored in FP32 are powers of two."""
+        return False
+
     @classmethod
     @abstractmethod
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:

@@ -46,7 +46,7 @@ FUNCTIONS: Final[Mapping[str, Callable[..., list[Tensor]]]] = {
 
 
 class TileCast(NamedTuple):
-    """How tensors are cast: the arguments of the op after its inputs, in order."""
+    """The way to cast tensors: the arguments of the op after its inputs, in order."""
 
     function: str  # of the inputs; "": they are quantized themselves
     dtype: torch.dtype

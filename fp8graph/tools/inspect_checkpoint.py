@@ -313,19 +313,44 @@ def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     """
     try:
         model = model_of_checkpoint(checkpoint)
-        saved, tied = _names(model)
     except ConfigError as error:
         return f"The names were not compared with those of a model: {error}", []
     title = type(model).__name__
+    return f"The names were compared with those of {title} in transformers.", named_problems(checkpoint, model)
+
+
+def named_problems(checkpoint: Checkpoint, model: Any) -> list[str]:
+    """Compare the names of a checkpoint with those of ``model``: sentences without their full stop."""
+    saved, tied = _names(model)
     tensors = set(_tensors(checkpoint, saved, getattr(model, "base_model_prefix", "")))
     missing = [name for name in saved if name not in tensors and not tied[name] & tensors]
     unknown = [name for name in tensors if name not in saved and not _ADDED.search(name)]
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unknown = _without(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    file = checkpoint.folder / "config.json"
+    file, title = checkpoint.folder / "config.json", type(model).__name__
     texts = ((missing, "is not in the checkpoint"), (unknown, "is in the checkpoint, and not in that model"))
-    problems = [f"{file}: of {title}, {name!r} {text}" for names, text in texts for name in sorted(names)]
-    return f"The names were compared with those of {title} in transformers.", problems
+    return [f"{file}: of {title}, {name!r} {text}" for names, text in texts for name in sorted(names)]
+
+
+def shapes_of(checkpoint: Checkpoint, model: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shape of each weight that both have: in the checkpoint, decoded, and in ``model``."""
+    saved = _saved(model)
+    names = _tensors(checkpoint, [*saved], getattr(model, "base_model_prefix", ""))
+    stored = (*(checkpoint.layers), *checkpoint.others)
+    return {
+        own: (_shape(checkpoint, own), tuple(saved[name].shape))
+        for own, name in zip(stored, names, strict=True)
+        if name in saved
+    }
+
+
+def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    """The shape of a tensor, or of the weight of a quantized layer."""
+    if name not in checkpoint.layers:
+        return checkpoint.shards.info(name).shape
+    stored = checkpoint.layers[name]
+    *leading, columns = checkpoint.shards.info(stored.names(name)["weight"]).shape
+    return (*leading, columns * (1 + stored.packed))
 
 
 def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
@@ -382,14 +407,20 @@ def _claimed(checkpoint: Checkpoint) -> str | None:
     return None
 
 
+def _saved(model: Any) -> dict[str, Tensor]:
+    """The tensors of ``model`` under the names that it is saved with."""
+    model.tie_weights()
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    return dict(as_saved(model, {name: tensor.detach() for name, tensor in state.items()}))
+
+
 def _names(model: Any) -> tuple[list[str], dict[str, set[str]]]:
     """The names under which ``model`` is saved; and for each, those of the same tensor, of which one is in a file."""
-    model.tie_weights()
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    saved = list(_saved(model))
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     owners: dict[int, set[str]] = {}
     for name, tensor in state.items():
         owners.setdefault(id(tensor), set()).add(name)
-    saved = list(as_saved(model, {name: tensor.detach() for name, tensor in state.items()}))
     return saved, {name: owners[id(state[name])] if name in state else set[str]() for name in saved}
 
 

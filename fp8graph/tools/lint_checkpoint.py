@@ -1,0 +1,465 @@
+"""``fp8graph lint FOLDER``: judge an FP8 checkpoint by what its numbers mean.
+
+:mod:`fp8graph.tools.inspect_checkpoint` says what fits together. A scale that is inverted, squared or of another layer
+fits: its layer is 10^7 times too large, and the model talks nonsense. The rules here compare each layer with its
+siblings, the same layer of other blocks; its codes with those that scales from amaxes make; and the config with the
+tensors.
+
+Headers are read first, then one layer at a time. Nothing is compiled, and a GPU is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph.checkpoints import Checkpoint, LayerFormat
+from fp8graph.checkpoints.layer_format import QuantizedWeight
+from fp8graph.errors import ConfigError
+from fp8graph.numerics.formats import unpack_e2m1
+from fp8graph.report.tables import any_layer
+from fp8graph.report.terminal import progress_bar
+from fp8graph.tools.findings import Finding, counted, in_order, lines
+from fp8graph.tools.inspect_checkpoint import counts_of, model_of_checkpoint, named_problems, shapes_of
+
+_AT_ONCE: Final = 1 << 20  # numbers that are decoded at once: memory for more is fetched and given back each time
+_SIBLINGS: Final = 10.0  # times the median of its siblings, or one such part of it
+_GAIN: Final = (3e-3, 1e3)  # RMS of a weight times sqrt(K): by how much it changes the RMS of what it multiplies
+_UNSCALED: Final = {False: 8.0, True: 2.0}  # the largest code of a layer, FP8 and FP4, that no amax made
+_CLIPPED: Final = {False: 0.05, True: 0.5}  # the share of numbers that are the largest code
+_SEVERAL: Final = 16  # tiles of a layer whose largest codes say something
+_E5M2_TOP, _FNUZ_TOP = 352.0, 240.0  # the largest numbers of E5M2, and of AMD's E4M3, that tiles have, read as E4M3
+_CACHE: Final = re.compile(r"(^|[._])([qkv])(_cache)?_scale$|\.([qkv])_proj\.output_scale$")
+_LINEAR: Final = re.compile(r"_proj$|(^|\.)(fc\d?|dense|qkv|query|key|value|w[123okqv])$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The numbers of one quantized layer.
+
+    ``rms``: of the decoded weight; ``code_rms``: of its codes. ``tops``: the largest code of each tile that has another
+    number than zero. ``saturated``: the share of codes that are the largest of their type. ``fractions``: how many of
+    its ``scales``, if they are FP32, are no powers of two. ``least``, ``most``: of its scales, with that of the whole
+    tensor.
+    """
+
+    name: str
+    stored: LayerFormat
+    shape: tuple[int, ...]
+    packed: bool
+    rms: float
+    code_rms: float
+    tops: Tensor
+    saturated: float
+    nan: int
+    fractions: int
+    scales: int
+    least: float
+    most: float
+    input_scale: float | None
+
+    @property
+    def scale(self) -> float:
+        """The scale that all of its numbers share, about."""
+        return self.rms / self.code_rms if self.code_rms else 0.0
+
+    @property
+    def gain(self) -> float:
+        return self.rms * math.sqrt(self.shape[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLint:
+    """The findings of :func:`lint_checkpoint`. It is true if there is no error.
+
+    ``compared``: with which model names and shapes were compared, or why not.
+    """
+
+    folder: str
+    layers: int
+    findings: tuple[Finding, ...]
+    compared: str
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(each for each in self.findings if each.severity == "error")
+
+    def __bool__(self) -> bool:
+        return not self.errors
+
+    def __str__(self) -> str:
+        head = f"{self.folder}: {self.layers} quantized layers, {counted(self.findings)}"
+        return "\n".join([head, *lines(self.findings), self.compared])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON. ``version`` changes when a field goes or changes its meaning."""
+        findings = [each.to_dict() for each in self.findings]
+        return {
+            "version": 1, "folder": self.folder, "layers": self.layers, "compared": self.compared, "findings": findings,
+        }  # fmt: skip
+
+
+def lint_checkpoint(folder: Path | str, *, progress: Callable[[int, int], None] | None = None) -> CheckpointLint:
+    """Judge the checkpoint in a folder.
+
+    Args:
+        folder: with config.json and safetensors files.
+        progress: is called with the layers that were read, and all.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of a format that is not is_linear.
+    """
+    checkpoint = Checkpoint(folder)
+    try:
+        model, compared = model_of_checkpoint(checkpoint), ""
+    except ConfigError as error:
+        model, compared = None, f"Names and shapes were not compared with those of a model: {error}"
+    findings = [*_form(checkpoint), *_of_model(checkpoint, model), *_unlisted(checkpoint, model)]
+    findings += [*_of_cache(checkpoint), *_tied(checkpoint), *_finite(checkpoint)]
+    layers: list[Layer] = []
+    tensors = checkpoint.shards.tensors
+    for count, (name, stored) in enumerate(checkpoint.layers.items(), 1):
+        if not any(stored.problems(name, tensors)):
+            wrong = [
+                _scale_problem(name, text) for text in stored.wrong_scales(name, tensors, checkpoint.shards.tensor)
+            ]
+            findings += wrong
+            layer = _read(name, stored, checkpoint.weight(name))
+            findings += [each for rule in _OF_ONE_LAYER for each in rule(layer, checkpoint)]
+            if not wrong:
+                layers.append(layer)
+        if progress is not None:
+            progress(count, len(checkpoint.layers))
+    findings += [each for rule in _OF_ALL_LAYERS for each in rule(layers, checkpoint)]
+    if model is not None:
+        compared = f"Names and shapes were compared with those of {type(model).__name__} in transformers."
+    return CheckpointLint(
+        folder=str(folder), layers=len(checkpoint.layers), findings=tuple(in_order(findings)), compared=compared
+    )
+
+
+def linted(folder: Path) -> CheckpointLint:
+    """:func:`lint_checkpoint`, with a bar on a terminal."""
+    with progress_bar(f"reading {folder}") as progress:
+        return lint_checkpoint(folder, progress=progress)
+
+
+# Of headers and the config.
+
+
+def _form(checkpoint: Checkpoint) -> Iterator[Finding]:
+    for problem in checkpoint.problems:
+        yield Finding(
+            rule="form", severity="error", where=str(checkpoint.folder), problem=problem,
+            do="Write the checkpoint again with the library that owns its format.",
+        )  # fmt: skip
+
+
+def _of_model(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
+    if model is None:
+        return
+    for problem in named_problems(checkpoint, model):
+        yield Finding(
+            rule="names", severity="error", where=str(checkpoint.folder), problem=problem,
+            do="Save the model under the names of its class, or correct `architectures` in config.json.",
+        )  # fmt: skip
+    for name, (stored, expected) in shapes_of(checkpoint, model).items():
+        if stored != expected:
+            yield Finding(
+                rule="shape", severity="error", where=name,
+                problem=f"it is {list(stored)}, and by config.json {list(expected)}",
+                do="Correct the sizes in config.json, or take the tensors of the model that it describes.",
+            )  # fmt: skip
+
+
+def _unlisted(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
+    """Find linear layers that are in high precision, and that the config does not leave so."""
+    tensors, leaves = checkpoint.shards.tensors, {name.rpartition(".")[2] for name in checkpoint.layers}
+    modules = {} if model is None else dict(model.named_modules())
+    head = None if model is None else model.get_output_embeddings()
+    for name in checkpoint.others:
+        layer, _, ending = name.rpartition(".")
+        info = tensors[name]
+        if ending != "weight" or len(info.shape) != 2 or info.stored_as not in ("BF16", "F16", "F32"):
+            continue
+        module = modules.get(layer) or modules.get(layer.partition(".")[2])
+        if module is not None and (module is head or not isinstance(module, torch.nn.Linear)):
+            continue
+        is_linear = module is not None or layer.rpartition(".")[2] in leaves
+        if not is_linear and not _LINEAR.search(layer):
+            continue
+        if checkpoint.quantization.layer_formats(layer):
+            yield Finding(
+                rule="not-listed", severity="error" if is_linear else "warning", where=layer,
+                problem=f"its weight is {info.stored_as}, and by the config it is quantized: whoever loads it will read "
+                "the numbers as codes, or look for a scale",
+                do="Add the layer to the config's list of layers that stay in high precision.",
+            )  # fmt: skip
+
+
+def _of_cache(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find scales of keys and values that are none, or without their counterpart."""
+    names = {name: match for name in checkpoint.others if (match := _CACHE.search(name)) is not None}
+    do = "Calibrate the key-value cache again, or remove its scales."
+    for name, match in names.items():
+        scales = checkpoint.shards.tensor(name).to(torch.float32)
+        if bad := int((~scales.isfinite() | (scales <= 0)).sum()):
+            text = f"{bad} of its {scales.numel()} numbers are no scale: {_shown(scales)}"
+            yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
+        letter = match[2] or match[4]
+        other = {"k": "v", "v": "k"}.get(letter)
+        start, end = match.span(2 if match[2] else 4)
+        if other is not None and (missing := name[:start] + other + name[end:]) not in checkpoint.shards:
+            text = f"there is no {missing!r}: keys and values have a scale each"
+            yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
+
+
+def _shown(numbers: Tensor) -> str:
+    return ", ".join(f"{x:.3g}" for x in numbers.flatten()[:4].tolist()) + ", ..." * (numbers.numel() > 4)
+
+
+def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Compare the head with the embedding where the config says that they are one."""
+    config = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+    heads = [name for name in checkpoint.others if name.endswith("lm_head.weight")]
+    tables = [name for name in checkpoint.others if name.endswith("embed_tokens.weight")]
+    if config.get("tie_word_embeddings") is True and len(heads) == len(tables) == 1:
+        head, table = map(checkpoint.shards.tensor, (*heads, *tables))
+        if head.shape != table.shape or not torch.equal(head, table):
+            yield Finding(
+                rule="tied", severity="warning", where=heads[0],
+                problem=f"config.json ties it to {tables[0]!r}, and its numbers are others: who ties them drops it",
+                do="Set tie_word_embeddings to false, or remove the tensor.",
+            )  # fmt: skip
+
+
+def _finite(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find numbers in high precision that are none."""
+    for name in checkpoint.others:
+        info = checkpoint.shards.tensors[name]
+        if info.dtype is None or not info.dtype.is_floating_point or info.dtype.itemsize == 1 or _CACHE.search(name):
+            continue
+        tensor = checkpoint.shards.tensor(name)
+        if bad := sum(int((~part.isfinite()).sum()) for part in tensor.flatten().split(_AT_ONCE)):
+            yield Finding(
+                rule="not-finite", severity="error", where=name,
+                problem=f"{bad} of {tensor.numel()} numbers are not finite",
+                do="Take the tensor from the model that was quantized.",
+            )  # fmt: skip
+
+
+def _scale_problem(layer: str, text: str) -> Finding:
+    return Finding(
+        rule="scale",
+        severity="error",
+        where=layer,
+        problem=text,
+        do="Quantize the layer again: no weight has such a scale.",
+    )
+
+
+# Of one layer's numbers.
+
+
+def _read(name: str, stored: LayerFormat, weight: QuantizedWeight) -> Layer:
+    """Decode a layer, a part at a time."""
+    rows_of_tile, columns_of_tile = weight.block
+    scales = weight.scales()
+    data = weight.data.reshape(-1, *weight.data.shape[-2:])
+    squares, tops, total = 0.0, list[Tensor](), 0.0
+    counts = counts_of(weight.data)
+    for matrix, of_matrix in zip(data, scales.reshape(-1, *scales.shape[-2:]), strict=True):
+        of_rows: list[tuple[Tensor, Tensor]] = []
+        for part in matrix.split(max(1, _AT_ONCE // weight.shape[-1])):
+            codes = unpack_e2m1(part.view(torch.uint8)) if weight.packed else part.to(torch.float32)
+            codes = (codes.nan_to_num(0.0) if counts.nan else codes).abs_()
+            padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % columns_of_tile))
+            tiles = padded.unflatten(1, (-1, columns_of_tile))
+            of_rows.append((tiles.amax(-1), tiles.square_().sum(-1)))
+        most, square = (_of_tiles(torch.cat(each), rows_of_tile) for each in zip(*of_rows, strict=True))
+        tops.append(most.amax(1).flatten())
+        square = square.sum(1).to(torch.float64)
+        total += float(square.sum())
+        squares += float((square * of_matrix.to(torch.float64).square()).sum())
+    numbers = math.prod(weight.shape)
+    every = torch.cat(tops)
+    scale_inv = weight.scale_inv
+    fractions = int((scale_inv.view(torch.int32) & 0x7FFFFF).count_nonzero()) if scale_inv.dtype == torch.float32 else 0
+    given = weight.input_scale_inv if weight.input_scale_inv is not None else weight.input_scale
+    return Layer(
+        name=name,
+        stored=stored,
+        shape=weight.shape,
+        packed=weight.packed,
+        rms=math.sqrt(squares / numbers),
+        code_rms=math.sqrt(total / numbers),
+        tops=every[every > 0],
+        saturated=counts.saturated / numbers,
+        nan=counts.nan,
+        fractions=fractions,
+        scales=scale_inv.numel(),
+        least=float(scales.min()),
+        most=float(scales.max()),
+        input_scale=None if given is None else float(given.to(torch.float32).max()),
+    )
+
+
+def _of_tiles(rows: Tensor, height: int) -> Tensor:
+    """[row tiles, rows of a tile, column tiles] of [rows, column tiles]."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % height)).unflatten(0, (-1, height))
+
+
+def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Compare the largest codes with those that scales from amaxes make."""
+    again = "Quantize the weight again: divide each tile by its amax / 448 (FP4: 6) before the cast."
+    if layer.nan:
+        yield Finding(
+            rule="nan", severity="error", where=layer.name,
+            problem=f"{layer.nan} of its numbers are NaN: they were cast beyond the range, or the bytes are another "
+            "type's (AMD's E4M3 has 240 where E4M3 has NaN)",
+            do=again,
+        )  # fmt: skip
+    if not layer.tops.numel():
+        yield Finding(
+            rule="zeros", severity="warning", where=layer.name, problem="all of its numbers are zero", do=again
+        )
+        return
+    top = float(layer.tops.max())
+    if top < _UNSCALED[layer.packed]:
+        yield Finding(
+            rule="unscaled", severity="error", where=layer.name,
+            problem=f"its largest code is {top:.3g}: it was cast without a scale, and most of its bits are lost",
+            do=again,
+        )  # fmt: skip
+    elif layer.saturated > _CLIPPED[layer.packed]:
+        yield Finding(
+            rule="clipped", severity="error", where=layer.name,
+            problem=f"{100 * layer.saturated:.1f} % of its numbers are the largest code: it was multiplied by too large "
+            "a scale before the cast",
+            do=again,
+        )  # fmt: skip
+    elif not layer.packed and layer.fractions and len(layer.tops) >= _SEVERAL:
+        most = float(layer.tops.mode().values)
+        share = float((layer.tops == most).to(torch.float32).mean())
+        kinds = {_E5M2_TOP: "E5M2", _FNUZ_TOP: "AMD's E4M3 (fnuz)"}
+        if share > 0.6 and most in kinds:
+            yield Finding(
+                rule="other-type", severity="error", where=layer.name,
+                problem=f"{100 * share:.0f} % of its tiles end at {most:.0f}, where E4M3 ends at 448: its bytes are "
+                f"{kinds[most]}",
+                do="Cast the weight to E4M3, or correct the tensor's type.",
+            )  # fmt: skip
+
+
+def _fractions(layer: Layer, checkpoint: Checkpoint) -> Iterator[Finding]:
+    if checkpoint.quantization.powers_of_two and layer.fractions:
+        yield Finding(
+            rule="not-ue8m0", severity="error", where=layer.name,
+            problem=f'{layer.fractions} of its {layer.scales} scales are no powers of two, and scale_fmt is "ue8m0": a '
+            "GPU that takes exponents alone drops the rest, up to half of each scale",
+            do='Round the scales up and quantize again, or set scale_fmt to "float".',
+        )  # fmt: skip
+
+
+_OF_ONE_LAYER: Final[tuple[Callable[[Layer, Checkpoint], Iterator[Finding]], ...]] = (_codes, _fractions)
+
+
+# Of layers beside each other.
+
+
+def _families(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """The layers that differ in the numbers of their names alone."""
+    families: dict[str, list[Layer]] = {}
+    for layer in layers:
+        families.setdefault(any_layer(f"{layer.name}."), []).append(layer)
+    yield from families.values()
+
+
+def _sizes(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Compare the RMS of decoded weights with those of siblings, and with what trained weights have."""
+    usual: dict[str, float] = {}  # RMS of each layer
+    wrong: dict[str, tuple[Layer, str]] = {}
+    for family in _families([layer for layer in layers if layer.rms > 0]):
+        of_family = math.exp(statistics.median(math.log(layer.rms) for layer in family))
+        columns = family[0].shape[-1]
+        plain = _GAIN[0] <= of_family * math.sqrt(columns) <= _GAIN[1]
+        for layer in family:
+            usual[layer.name] = of_family if plain else 1 / math.sqrt(columns)
+            if plain and not _is_near(layer.rms, of_family, _SIBLINGS):
+                text = f"decoded, its RMS is {layer.rms:.2g}, and that of its siblings {of_family:.2g}"
+                wrong[layer.name] = layer, text
+            elif not plain and not _GAIN[0] <= layer.gain <= _GAIN[1]:
+                text = f"decoded, its RMS is {layer.rms:.2g}, which no trained weight of K = {columns} has"
+                wrong[layer.name] = layer, text
+    do = "Compare the scales with those of the layer's siblings, and write those that it was quantized with."
+    for name, (layer, text) in wrong.items():
+        cause = _cause(layer, [other for other, _ in wrong.values() if other is not layer], usual)
+        yield Finding(rule="decoded-size", severity="error", where=name, problem=text + cause, do=do)
+
+
+def _cause(layer: Layer, others: Sequence[Layer], usual: Mapping[str, float]) -> str:
+    """The likely one: what would make the layer as large as its siblings. ``others``: layers that are wrong, too."""
+    wanted = usual[layer.name]
+    inverse, root = layer.code_rms / layer.scale, layer.code_rms * math.sqrt(layer.scale)
+    if layer.least == layer.most == 1:
+        return ": its scales are 1"
+    for other in others:
+        exchanged = _is_near(layer.code_rms * other.scale, wanted) and not _is_near(inverse, wanted)
+        if exchanged and _is_near(other.code_rms * layer.scale, usual[other.name]):
+            return f": it has the scales of {other.name!r}, and that one has its"
+    if _is_near(inverse, wanted, 30.0):
+        return ": its scales are inverted, 1 / scale_inv"
+    return ": its scales are squared, or were applied twice" if _is_near(root, wanted, 30.0) else ""
+
+
+def _is_near(rms: float, usual: float, within: float = 3.0) -> bool:
+    return usual / within <= rms <= usual * within
+
+
+def _copies(layers: Sequence[Layer], checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find siblings with the same bytes."""
+    for family in _families([layer for layer in layers if layer.tops.numel()]):
+        first: dict[object, Layer] = {}
+        for layer in family:
+            other = first.setdefault((layer.shape, layer.code_rms), layer)
+            names = [checkpoint.layers[each.name].names(each.name)["weight"] for each in (layer, other)]
+            if other is not layer and torch.equal(*(checkpoint.shards.tensor(n).view(torch.uint8) for n in names)):
+                yield Finding(
+                    rule="same-bytes", severity="error", where=layer.name, problem=f"it has the bytes of {other.name!r}",
+                    do="Write each layer's own weight.",
+                )  # fmt: skip
+
+
+def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Compare static scales of inputs with those of siblings."""
+    given = [layer for layer in layers if layer.input_scale is not None]
+    do = "Calibrate again, with text like what the model will read."
+    if len(given) > 1 and all(layer.input_scale == 1.0 for layer in given):
+        text = f"the scales of the inputs of all {len(given)} layers are 1: nothing was calibrated"
+        yield Finding(rule="input-scale", severity="warning", where=given[0].name, problem=text, do=do)
+        return
+    for family in _families(given):
+        usual = statistics.median(layer.input_scale or 0.0 for layer in family)
+        for layer in family:
+            scale = layer.input_scale or 0.0
+            if len(family) > 2 and not usual / 1e3 <= scale <= usual * 1e3:
+                yield Finding(
+                    rule="input-scale", severity="warning", where=layer.name, do=do,
+                    problem=f"the scale of its input is {scale:.2g}, and that of its siblings {usual:.2g}",
+                )  # fmt: skip
+
+
+_OF_ALL_LAYERS: Final[tuple[Callable[[Sequence[Layer], Checkpoint], Iterator[Finding]], ...]] = (
+    _sizes,
+    _copies,
+    _inputs,
+)
