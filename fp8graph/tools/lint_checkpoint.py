@@ -116,7 +116,7 @@ def lint_checkpoint(folder: Path | str, *, progress: Callable[[int, int], None] 
         progress: is called with the layers that were read, and all.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or one of a format that is not is_linear.
+        CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
     """
     checkpoint = Checkpoint(folder)
     try:
@@ -200,8 +200,8 @@ def _unlisted(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
         if checkpoint.quantization.layer_formats(layer):
             yield Finding(
                 rule="not-listed", severity="error" if is_linear else "warning", where=layer,
-                problem=f"its weight is {info.stored_as}, and by the config it is quantized: whoever loads it will read "
-                "the numbers as codes, or look for a scale",
+                problem=f"its weight is {info.stored_as}, and by the config it is quantized: whoever loads it will "
+                "read the numbers as codes, or look for a scale",
                 do="Add the layer to the config's list of layers that stay in high precision.",
             )  # fmt: skip
 
@@ -343,8 +343,8 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
     elif layer.saturated > _CLIPPED[layer.packed]:
         yield Finding(
             rule="clipped", severity="error", where=layer.name,
-            problem=f"{100 * layer.saturated:.1f} % of its numbers are the largest code: it was multiplied by too large "
-            "a scale before the cast",
+            problem=f"{100 * layer.saturated:.1f} % of its numbers are the largest code: it was multiplied by too "
+            "large a scale before the cast",
             do=again,
         )  # fmt: skip
     elif not layer.packed and layer.fractions and len(layer.tops) >= _SEVERAL:
@@ -434,8 +434,8 @@ def _copies(layers: Sequence[Layer], checkpoint: Checkpoint) -> Iterator[Finding
             names = [checkpoint.layers[each.name].names(each.name)["weight"] for each in (layer, other)]
             if other is not layer and torch.equal(*(checkpoint.shards.tensor(n).view(torch.uint8) for n in names)):
                 yield Finding(
-                    rule="same-bytes", severity="error", where=layer.name, problem=f"it has the bytes of {other.name!r}",
-                    do="Write each layer's own weight.",
+                    rule="same-bytes", severity="error", where=layer.name,
+                    problem=f"it has the bytes of {other.name!r}", do="Write each layer's own weight.",
                 )  # fmt: skip
 
 
