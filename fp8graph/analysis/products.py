@@ -1,0 +1,219 @@
+"""Find every node of a graph that multiplies matrices, whoever wrote it: its kind, FLOPs, operands and dtypes.
+
+A product is
+
+- an op that torch counts FLOPs of, or that multiplies by its name (``compat/products.py``);
+- an op of another library that reads a weight, a tensor of two or more dims that is computed from parameters alone, or
+  FP8 or int8 numbers of two or more dims, and beside them numbers of two or more dims: nobody can count its FLOPs,
+  unless they are registered. So it is with a Triton kernel, and with the op's backward, whose result has the sizes of
+  a weight;
+- the sum of products that a decomposition makes of a matrix and a vector.
+
+An op that reads a weight and its scales alone decodes it, and multiplies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph.compat.ops import OpOverload, named_arguments, schema
+from fp8graph.compat.products import is_of_torch, operation_of, was_product
+from fp8graph.ir.nodes import backward_nodes, size_hint
+
+CUSTOM: Final = "custom op"  # the kind of those that nobody can count
+_LOW: Final = (torch.int8, torch.uint8)
+_CODES: Final = (torch.int32, torch.int64, torch.int16)  # several numbers of 4 bits in one, in weights alone
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product:
+    """One node that multiplies matrices."""
+
+    node: fx.Node
+    kind: str  #: in words: "matmul", "scaled matmul", "convolution", "attention", "custom op", ...
+    op: str  #: as the graph's text has it: "aten._scaled_mm"
+    flops: int | None  #: multiplications and additions, of the traced sizes; None: nobody can count them
+    operands: tuple[fx.Node, ...]  #: the tensors that are multiplied; of an op of another library: all that may be
+    backward: bool
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of its operands."""
+        return tuple(cast(torch.Tensor, operand.meta["val"]).dtype for operand in self.operands)
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The dtype of an operand in eight bits or fewer; None: all have more."""
+        return next(filter(is_low, self.dtypes), None)
+
+
+def is_low(dtype: torch.dtype) -> bool:
+    """Whether numbers of ``dtype`` have eight bits or fewer: FP8, FP4, int8, or packed into bytes."""
+    return dtype in _LOW or (dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def products_of(graph: fx.Graph, stored: Collection[fx.Node]) -> list[Product]:
+    """Every product of ``graph``, in order. ``stored``: inputs that are parameters and buffers of the model."""
+    weights, backward = weights_of(graph, stored), backward_nodes(graph)
+    products: list[Product] = []
+    for node in graph.nodes:
+        if (product := product_of(node, weights, backward)) is not None:
+            products.append(product)
+        elif node in backward and (gradient := _gradient_of_weight(node, products, weights)) is not None:
+            products.append(gradient)
+    return products
+
+
+def weights_of(graph: fx.Graph, stored: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from ``stored`` tensors and constants alone."""
+    weights, constants = set(stored), set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            weights.add(node)
+        elif node.op == "call_function":
+            sources = node.all_input_nodes
+            if all(source in constants for source in sources):
+                constants.add(node)
+            elif all(source in weights or source in constants for source in sources):
+                weights.add(node)
+    return weights
+
+
+def product_of(
+    node: fx.Node, weights: Collection[fx.Node] = frozenset(), backward: Collection[fx.Node] = frozenset()
+) -> Product | None:
+    """The product that ``node`` computes, or None.
+
+    Args:
+        weights: the nodes that hold weights (:func:`weights_of`).
+        backward: the nodes of backward.
+    """
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    in_backward = node in backward
+    operation = operation_of(node.target)
+    if operation is not None:
+        args = _arguments(node)
+        places = [args[place] for place in operation.operands if place < len(args)]
+        operands = [arg for arg in places if isinstance(arg, fx.Node)] or list(_numbers(node))
+        flops = None if operation.formula is None else _counted(operation.formula, args, node)
+        if flops is not None and operands and _value(operands[0]).dtype == torch.float4_e2m1fn_x2:
+            flops *= 2
+        return _product(node, operation.kind, flops, operands, in_backward)
+    if was_product(node):
+        summed = cast(fx.Node, node.args[0])
+        return _product(node, "matmul", 2 * _hint(_value(summed).numel()), _factors(summed), in_backward)
+    if not is_of_torch(node.target) and (operands := _operands_of_custom(node, weights)):
+        return _product(node, CUSTOM, None, operands, in_backward)
+    return None
+
+
+def _product(node: fx.Node, kind: str, flops: int | None, operands: Sequence[fx.Node], backward: bool) -> Product:
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    name = str(packet) if isinstance(node.target, OpOverload) else str(getattr(packet, "__name__", packet))
+    return Product(node=node, kind=kind, op=name, flops=flops, operands=tuple(operands), backward=backward)
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return cast(torch.Tensor, node.meta["val"])
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _hint(size: Any) -> int:
+    return size_hint(size)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    if isinstance(node.target, OpOverload):
+        return list(named_arguments(node).values())
+    return list(node.args)
+
+
+def _sizes(value: Any) -> Any:
+    """A value with a list of sizes in place of each tensor."""
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [_hint(size) for size in value.shape]
+    if isinstance(value, (list, tuple)):
+        return [_sizes(one) for one in cast("Sequence[Any]", value)]
+    return _hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _counted(count: Any, args: Sequence[Any], node: fx.Node) -> int | None:
+    try:
+        return int(count([_sizes(arg) for arg in args], _sizes(node)))
+    except Exception:  # a formula of somebody else: whatever it raises, nobody has counted
+        return None
+
+
+def _numbers(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors of two or more dims that ``node`` reads, and does not write, whose elements may be numbers."""
+    written = _written(node)
+    for source in node.all_input_nodes:
+        if _is_tensor(source) and source not in written and (val := _value(source)).ndim >= 2:
+            if val.dtype.is_floating_point or val.dtype in (*_LOW, *_CODES):
+                yield source
+
+
+def _written(node: fx.Node) -> set[fx.Node]:
+    if not isinstance(node.target, OpOverload):
+        return set()
+    arguments = named_arguments(node)
+    names = [each.name for each in schema(node.target).arguments if each.alias_info and each.alias_info.is_write]
+    return {arguments[name] for name in names if isinstance(arguments[name], fx.Node)}
+
+
+def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.Node]:
+    """The tensors that an op of another library multiplies, or [] if it shows no sign of that."""
+    numbers = list(_numbers(node))
+    weighed = [x for x in numbers if x in weights]
+    others = [x for x in numbers if x not in weights and _value(x).dtype not in _CODES]
+    if weighed and others:
+        return [others[0], weighed[0], *others[1:], *weighed[1:]]
+    low = [x for x in others if is_low(_value(x).dtype) and _value(x).dtype != torch.uint8]
+    decodes = any(_same_sizes(result, _value(x)) for x in low for result in _results(node))
+    return others if low and len(others) > 1 and not decodes else []
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    val = node.meta.get("val")
+    values = cast("Sequence[Any]", val) if isinstance(val, (list, tuple)) else [val]
+    return [one for one in values if isinstance(one, torch.Tensor)]
+
+
+def _same_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.ndim == b.ndim and sorted(_sizes(a.shape)) == sorted(_sizes(b.shape))
+
+
+def _gradient_of_weight(node: fx.Node, products: Sequence[Product], weights: Collection[fx.Node]) -> Product | None:
+    """The gradient of a weight, by an op of a library one of whose ops multiplied that weight."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_of_torch(node.target):
+        return None
+    operands = list(_numbers(node))
+    same_library = (
+        product
+        for product in products
+        if product.kind == CUSTOM and getattr(product.node.target, "namespace", "") == node.target.namespace
+    )
+    multiplied = [_value(x) for product in same_library for x in product.operands if x in weights]
+    of_weight = any(_same_sizes(result, weight) for result in _results(node) for weight in multiplied)
+    return _product(node, CUSTOM, None, operands, True) if len(operands) > 1 and of_weight else None
+
+
+def _factors(summed: fx.Node) -> list[fx.Node]:
+    """The tensors whose elements' products ``summed`` has, before they were cast to add up in FP32."""
+    factors: list[fx.Node] = []
+    for source in summed.all_input_nodes:
+        while source.target in (torch.ops.prims.convert_element_type.default, torch.ops.aten.unsqueeze.default):
+            source = cast(fx.Node, source.args[0])
+        factors.append(source)
+    return factors
