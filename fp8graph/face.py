@@ -36,7 +36,7 @@ from fp8graph.recipes import (
 from fp8graph.recipes.autocast import autocast
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT, Rule
-from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, ProductRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.compare_layers import compare_layers
 from fp8graph.tools.explain import explain
@@ -69,6 +69,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "Policy",
     "PolicyError",
+    "ProductRecord",
     "QuantizedTensor",
     "Recipe",
     "RefusalRecord",

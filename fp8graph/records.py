@@ -82,13 +82,23 @@ class OtherRecord(SiteRecord):
         """The site, in two words."""
         raise NotImplementedError
 
+    @property
+    def written_out(self) -> bool:
+        """Whether its FLOPs are those of matmuls, which have their own rows."""
+        return False
+
+    @property
+    def opaque(self) -> bool:
+        """Whether nobody can count its FLOPs."""
+        return False
+
     def cells(self) -> tuple[str, ...]:
         """Its row in the table, without name and count."""
         raise NotImplementedError
 
     @classmethod
-    def share(cls, rows: Sequence[Any], gemms: Sequence[GemmRecord]) -> str:
-        """One sentence: how many sites of this kind there are, and their share of the FLOPs."""
+    def share(cls, rows: Sequence[Any], total: int) -> str:
+        """One sentence: how many sites of this kind there are, and their share of ``total`` FLOPs."""
         raise NotImplementedError
 
 
@@ -174,7 +184,6 @@ class AttentionRecord(OtherRecord):
 
     @property
     def written_out(self) -> bool:
-        """Whether its FLOPs are those of matmuls, which have their own rows."""
         return self.form == "written out"
 
     @property
@@ -198,16 +207,13 @@ class AttentionRecord(OtherRecord):
         )
 
     @classmethod
-    def share(cls, rows: Sequence[Self], gemms: Sequence[GemmRecord]) -> str:
-        inside = sum(row.flops for row in gemms)
-        apart = sum(row.flops for row in rows if not row.written_out)
-        total = sum(row.flops for row in rows)
+    def share(cls, rows: Sequence[Self], total: int) -> str:
+        flops = sum(row.flops for row in rows)
         fp8 = [row for row in rows if row.recipe is not None and row.direction == "forward"]
         back = sum(row.recipe is not None and row.direction == "backward" for row in rows)
         forward = [row for row in rows if row.direction == "forward"]
         line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(rows) > len(forward))}: "
-        all_flops = inside + apart
-        line += f"{percent(total / all_flops)} of the FLOPs of GEMMs and attention" if all_flops else "no FLOPs"
+        line += f"{percent(flops / total)} of the FLOPs of all products" if total else "no FLOPs"
         emulated = sum(row.execution == "emulated" for row in fp8)
         line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
         line += f", {back} of them in backward, too" if back else ""
@@ -219,8 +225,97 @@ def _pair(one: int | str, other: int | str) -> str:
     return str(one) if one == other else f"{one}:{other}"
 
 
+OPAQUE: Final = "unknown FLOPs"  # the execution of a product that nobody can count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRecord(OtherRecord):
+    """One row: a multiplication of matrices that fp8graph lists and never rewrites. It is not counted as a GEMM.
+
+    That is low precision of the program's own, a convolution, an op of another library. No rule names it, so that
+    neither strict mode nor ``Report.check`` asks for it.
+    """
+
+    fqn: str  #: the full name of the module that multiplies
+    index: int  #: among such products of one module
+    kind: str  #: in words: "scaled matmul", "convolution", "custom op", ...
+    op: str  #: its name: "aten._scaled_mm"
+    direction: str  #: forward or backward
+    shapes: tuple[str, ...]  #: of the operands, of another library's op all that it may multiply
+    dtypes: tuple[str, ...]  #: of these
+    low: str  #: the one among them that has eight bits or fewer; "" if all have more
+    flops: int  #: multiplications and additions, of the traced sizes; 0 if nobody can count them
+    recipe: str | None = None  #: it is as the program wrote it
+    reason: str  #: why it is left as it is
+    execution: str  #: "low precision", "high precision", or "unknown FLOPs"
+    required: bool = False  #: no rule asks for it
+    rule: int | None = None  #: no rule names it
+
+    plural: ClassVar[str] = "products"
+    header: ClassVar[tuple[str, ...]] = (
+        "other product",
+        "kind",
+        "direction",
+        "op",
+        "operands",
+        "dtypes",
+        "execution",
+        "reason",
+    )
+
+    @property
+    def opaque(self) -> bool:
+        return self.execution == OPAQUE
+
+    @property
+    def part(self) -> str:
+        return self.kind
+
+    @property
+    def title(self) -> str:
+        return self.kind
+
+    def moved(self, fqn: str, index: int, *, rule: int | None, reason: str) -> Self:
+        return dataclasses.replace(self, fqn=fqn, index=index)
+
+    def cells(self) -> tuple[str, ...]:
+        shapes, dtypes = (" x ".join(texts) for texts in (self.shapes, self.dtypes))
+        return self.kind, self.direction, self.op, shapes, dtypes, self.execution, self.reason
+
+    @classmethod
+    def share(cls, rows: Sequence[Self], total: int) -> str:
+        kinds: dict[str, list[Self]] = {}
+        for row in rows:
+            kinds.setdefault(row.kind + (f" in {row.low}" if row.low else ""), []).append(row)
+        parts: list[str] = []
+        for kind, alike in kinds.items():
+            flops, opaque = sum(row.flops for row in alike), any(row.opaque for row in alike)
+            parts.append(f"{kind} ({len(alike)}), {'unknown FLOPs' if opaque else percent(flops / max(total, 1))}")
+        return f"products that are left as they are, with their parts of the FLOPs of all: {'; '.join(parts)}"
+
+
 # The kinds of sites beside matmuls, by the names of their rows in a report.
-OTHERS: Final[Mapping[str, type[OtherRecord]]] = {"attention": AttentionRecord}
+OTHERS: Final[Mapping[str, type[OtherRecord]]] = {"attention": AttentionRecord, "other_products": ProductRecord}
+
+
+class Shares(NamedTuple):
+    """The FLOPs of rows: those of all products that can be counted, and of the parts that run in low precision."""
+
+    total: int  #: GEMMs, attentions and all other products
+    fp8: int  #: those that fp8graph put into FP8
+    elsewhere: int  #: those that the program multiplies in low precision itself
+    opaque: int  #: the number of products that nobody can count
+
+
+def shares(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord]) -> Shares:
+    """The FLOPs of all products that these rows describe. Matmuls of an attention that is written out count once."""
+    rows: list[SiteRecord] = [*gemms, *others]
+    return Shares(
+        total=sum(row.flops for row in (*gemms, *(row for row in others if not row.written_out))),
+        fp8=sum(row.flops for row in rows if row.recipe is not None),
+        elsewhere=sum(row.flops for row in others if isinstance(row, ProductRecord) and row.low),
+        opaque=sum(row.opaque for row in others),
+    )
 
 
 class Origin(NamedTuple):

@@ -19,6 +19,7 @@ from torch import fx
 
 from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.sites import Foreseen
+from fp8graph.passes.account import account, has_other_products
 from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates, wanted_gradients
 from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
@@ -82,6 +83,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(match),
     Pass(assign),
     Pass(find_attention, may_have_attention, reads=active_implementation),
+    Pass(account, has_other_products),
     Pass(score, is_scored),
     Pass(smooth, smooths),
     Pass(quantize),

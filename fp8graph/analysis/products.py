@@ -57,6 +57,13 @@ def is_low(dtype: torch.dtype) -> bool:
     return dtype in _LOW or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
+def may_be_product(node: fx.Node) -> bool:
+    """Whether :func:`products_of` may list ``node``: cheaper, and without false negatives."""
+    if node.op != "call_function":
+        return False
+    return operation_of(node.target) is not None or not is_of_torch(node.target) or was_product(node)
+
+
 def products_of(graph: fx.Graph, stored: Collection[fx.Node]) -> list[Product]:
     """Every product of ``graph``, in order. ``stored``: inputs that are parameters and buffers of the model."""
     weights, backward = weights_of(graph, stored), backward_nodes(graph)
@@ -107,15 +114,18 @@ def product_of(
         return _product(node, operation.kind, flops, operands, in_backward)
     if was_product(node):
         summed = cast(fx.Node, node.args[0])
-        return _product(node, "matmul", 2 * _hint(_value(summed).numel()), _factors(summed), in_backward)
+        flops, original = 2 * _hint(_value(summed).numel()), node.meta["original_aten"]
+        return _product(node, "matmul", flops, _factors(summed), in_backward, original)
     if not is_of_torch(node.target) and (operands := _operands_of_custom(node, weights)):
         return _product(node, CUSTOM, None, operands, in_backward)
     return None
 
 
-def _product(node: fx.Node, kind: str, flops: int | None, operands: Sequence[fx.Node], backward: bool) -> Product:
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = str(packet) if isinstance(node.target, OpOverload) else str(getattr(packet, "__name__", packet))
+def _product(
+    node: fx.Node, kind: str, flops: int | None, operands: Sequence[fx.Node], backward: bool, op: Any = None
+) -> Product:
+    op = op or node.target
+    name = str(op.overloadpacket) if isinstance(op, OpOverload) else str(getattr(op, "__name__", op))
     return Product(node=node, kind=kind, op=name, flops=flops, operands=tuple(operands), backward=backward)
 
 

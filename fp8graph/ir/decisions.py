@@ -100,6 +100,8 @@ class Decisions:
         Raises:
             Fp8GraphError: the region's recipe does not exist.
         """
+        if site.op == "product":
+            return Resolution(dict.fromkeys(GEMMS), source="")
         resolution = self.policy.resolve(site.fqn, site.op, site.head)
         if site.why_no_linear and resolution.rule is None:
             resolution = dataclasses.replace(resolution, source=f"{resolution.source}; {site.why_no_linear}")

@@ -28,7 +28,8 @@ class Settings:
     Args:
         strict: raise :class:`~fp8graph.Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
             compiling), when Dynamo's recompile limit is reached (new shapes would run in eager), and when a rule
-            matched nothing (once the first step is over) or a frame fell back to eager (at the next call).
+            matched nothing (once the first step is over) or a frame fell back to eager (at the next call). No rule
+            names a product that fp8graph never rewrites (:class:`~fp8graph.ProductRecord`): it raises nothing.
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.

@@ -15,7 +15,7 @@ from fp8graph.recipes import expressions
 from fp8graph.recipes.base import GEMMS, GemmName, Recipe
 from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
 
-Op = Literal["linear", "matmul", "grouped_mm", "attention"]
+Op = Literal["linear", "matmul", "grouped_mm", "attention", "product"]  # "product": no rule can name it
 OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "attention", "*")
 # The ops that `Policy.default` covers. Activation x activation products and attention stay in high precision without a
 # rule.

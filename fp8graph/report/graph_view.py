@@ -89,7 +89,7 @@ class GraphView:
 
     def summary(self) -> str:
         """One line: how many of its GEMMs run in FP8, and how much of the multiplying that is."""
-        return summary(self.gemms)
+        return summary(self.gemms, self.others)
 
     def __repr__(self) -> str:
         return f"<GraphView {self.name!r}: {self.summary()}>"
@@ -122,7 +122,7 @@ def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def announce(view: GraphView) -> None:
     """Log one compiled graph and add it to the structured trace."""
-    _log.info("%s: %s", view.name, summary(view.gemms))
+    _log.info("%s: %s", view.name, summary(view.gemms, view.others))
     for line in left_alone(view.gemms):
         _log.info("%s: left alone: %s", view.name, line)
     texts = {"before": view.before, **view.stages}

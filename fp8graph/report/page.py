@@ -22,14 +22,24 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from fp8graph.errors import ConfigError
 from fp8graph.offline import KernelRecord
-from fp8graph.records import CollectiveRecord, GemmRecord, Origin, RefusalRecord, StatisticRecord
+from fp8graph.records import (
+    OPAQUE,
+    CollectiveRecord,
+    GemmRecord,
+    Origin,
+    OtherRecord,
+    RefusalRecord,
+    SiteRecord,
+    StatisticRecord,
+)
 from fp8graph.report.graph_view import GraphView
-from fp8graph.report.tables import any_layer, collective_rows, gemm_groups, refusal_rows
+from fp8graph.report.tables import any_layer, by_kind, collective_rows, gemm_groups, other_rows, refusal_rows
 
+Row = TypeVar("Row", bound=SiteRecord)
 Losses = Sequence[float] | Mapping[int, float]  # by step
 _SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "kernels", "stages", "charts", "page")
 _FOLDER: Final = resources.files("fp8graph.report")
@@ -88,6 +98,8 @@ class Shown(Protocol):
     @property
     def gemms(self) -> list[GemmRecord]: ...
     @property
+    def others(self) -> list[OtherRecord]: ...
+    @property
     def collectives(self) -> list[CollectiveRecord]: ...
     @property
     def refusals(self) -> list[RefusalRecord]: ...
@@ -106,8 +118,9 @@ def page_data(
     return {
         "summary": report.summary(),
         "notes": report.notes(),
-        "shares": _shares(report.gemms),
+        "shares": _shares(report.gemms, report.others),
         "gemms": _gemms(report, distinct),
+        "others": [other_rows(rows) for rows in by_kind(report.others)],
         "collectives": collective_rows(report.collectives) if report.collectives else [],
         "refusals": refusal_rows(report.refusals) if report.refusals else [],
         "graphs": [
@@ -120,10 +133,13 @@ def page_data(
     }
 
 
-def _shares(gemms: Sequence[GemmRecord]) -> list[dict[str, Any]]:
-    """The part of the GEMMs' work that is in FP8: natively, emulated, of all."""
+def _shares(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord]) -> list[dict[str, Any]]:
+    """The part of the work that is in FP8: natively, emulated, of all."""
+    apart = [row for row in others if not row.written_out]
+    opaque = sum(row.opaque for row in apart)
+    title = "FLOPs of all products" + f" but {opaque} of unknown FLOPs" * bool(opaque)
     shares = [
-        _share("FLOPs of GEMMs", "FLOP", gemms, lambda gemm: gemm.flops),
+        _share(title, "FLOP", [*gemms, *apart], lambda row: row.flops),
         _share("bytes of operands that GEMMs read", "B", gemms, lambda gemm: gemm.bytes_read),
     ]
     title = "predicted time of GEMMs"
@@ -140,10 +156,10 @@ def _seconds(gemm: GemmRecord) -> float:
     return seconds / gemm.speedup if gemm.recipe is not None and gemm.speedup else seconds
 
 
-def _share(what: str, unit: str, gemms: Sequence[GemmRecord], amount: Callable[[GemmRecord], float]) -> dict[str, Any]:
-    parts = {"native": 0.0, "emulated": 0.0, "high precision": 0.0}
-    for gemm in gemms:
-        parts[gemm.execution] += amount(gemm)
+def _share(what: str, unit: str, rows: Sequence[Row], amount: Callable[[Row], float]) -> dict[str, Any]:
+    parts = {"native": 0.0, "emulated": 0.0, "low precision": 0.0, "high precision": 0.0}
+    for row in rows:
+        parts["high precision" if row.execution == OPAQUE else row.execution] += amount(row)
     return {"what": what, "unit": unit, "parts": parts}
 
 

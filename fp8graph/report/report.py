@@ -15,14 +15,17 @@ from fp8graph.files import write_file
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import Rule
 from fp8graph.records import (
     AttentionRecord,
     CollectiveRecord,
     GemmRecord,
     OtherRecord,
+    ProductRecord,
     RefusalRecord,
     SiteRecord,
     StatisticRecord,
+    shares,
 )
 from fp8graph.report.graph_view import GraphView
 from fp8graph.report.page import Losses, page, page_data
@@ -83,6 +86,15 @@ class Report:
         return [row for graph in self.in_force for row in graph.others]
 
     @property
+    def products(self) -> list[SiteRecord]:
+        """Everything in these graphs that multiplies matrices, whoever wrote it: shares of FLOPs are of all of these.
+
+        GEMMs, attentions but those that are written out as GEMMs, and what fp8graph lists and never rewrites
+        (:class:`ProductRecord`): low precision of the program's own, convolutions, ops of other libraries.
+        """
+        return [*self.gemms, *(row for row in self.others if not row.written_out)]
+
+    @property
     def decisions(self) -> list[SiteRecord]:
         """The rows of all sites of these graphs: GEMMs, and then the others."""
         return [*self.gemms, *self.others]
@@ -111,13 +123,16 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, except optional rules."""
+        return [f"rule {rule}" for rule in self._unused_rules()]
+
+    def _unused_rules(self) -> list[Rule]:
         used = {record.rule for record in self.decisions}
-        return [
-            f"rule {rule}" for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional
-        ]
+        return [rule for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional]
 
     def check(self) -> None:
-        """Raise unless every GEMM that the rules ask for runs in FP8.
+        """Raise unless every GEMM and every attention that the rules ask for runs in FP8.
+
+        It covers what rules can name. Other products, which fp8graph never rewrites, are in :attr:`products`.
 
         Raises:
             Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (although it would
@@ -131,10 +146,16 @@ class Report:
 
     def unmatched(self) -> list[str]:
         """A line for each of :attr:`unused_rules`, with names that there are; none before anything was compiled."""
-        names = sorted({record.fqn for record in self.decisions})
+        products = [row for row in self.others if isinstance(row, ProductRecord)]
+        names = sorted({record.fqn for record in self.decisions} - {product.fqn for product in products})
         some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        rules = self.unused_rules if self.in_force else []
-        return [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in rules]
+        lines: list[str] = []
+        for rule in self._unused_rules() if self.in_force else []:
+            op = "linear" if rule.op == "*" else rule.op
+            other = next((product for product in products if rule.matches(product.fqn, op)), None)
+            more = f"{other.fqn} is a {other.kind}, which no rule names" if other else f"Sites: {some or 'none'}"
+            lines.append(f"rule {rule} matched nothing. {more}")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -152,6 +173,7 @@ class Report:
             "weight_bytes": self.weight_bytes,
             "gradient_bytes": self.gradient_bytes,
             "guard": self.guard,
+            "flops": shares(self.gemms, self.others)._asdict(),
         }
 
     def _plain_policy(self) -> Any:
@@ -183,7 +205,7 @@ class Report:
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and
         what Dynamo runs in eager instead."""
-        parts = [summary(self.gemms, len(self.in_force))]
+        parts = [summary(self.gemms, self.others, len(self.in_force))]
         if older := len(self.graphs) - len(self.in_force):
             parts.append("1 graph of an earlier policy" if older == 1 else f"{older} graphs of earlier policies")
             parts[-1] += ", not counted"
@@ -211,7 +233,8 @@ class Report:
         lines = waiting + [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
         ]
-        lines += [type(rows[0]).share(rows, self.gemms) for rows in by_kind(self.others)]
+        total = shares(self.gemms, self.others).total
+        lines += [type(rows[0]).share(rows, total) for rows in by_kind(self.others)]
         for direction in ("forward", "backward", "step"):
             records = [c for c in self.collectives if c.direction == direction]
             if records:

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fp8graph.records import CollectiveRecord, GemmRecord, OtherRecord, RefusalRecord, percent
+from fp8graph.records import CollectiveRecord, GemmRecord, OtherRecord, RefusalRecord, percent, shares
 
 
-def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
-    """One line that says how many GEMMs run in FP8, and how much of the multiplying that is."""
+def summary(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord] = (), graphs: int | None = None) -> str:
+    """One line that says how many GEMMs run in FP8, and how much of the multiplying that is, whoever multiplies."""
     fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
-    total = sum(gemm.flops for gemm in gemms)
-    share = f", {percent(sum(gemm.flops for gemm in fp8) / total)} of their FLOPs" if total else ""
+    of_all = shares(gemms, others)
+    share = f", {percent(of_all.fp8 / of_all.total)} of the FLOPs of all products" if of_all.total else ""
+    share += f" but {of_all.opaque} of unknown FLOPs" if of_all.opaque else ""
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
     text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")

@@ -25,7 +25,7 @@ from fp8graph.records import NATIVE_BY, GemmRecord, OtherRecord
 from fp8graph.report import Report
 from fp8graph.report.tables import any_layer, these_layers
 
-_STYLES: Final = {"native": "green", "emulated": "yellow", "high precision": "dim"}
+_STYLES: Final = {"native": "green", "emulated": "yellow"}
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ def _phrases(what: str, decisions: Iterable[tuple[str, str, str, str]], notes: N
         words = {"native": recipe, "emulated": f"{recipe}, emulated"}.get(execution, execution)
         evidence = [part for part in reason.split("; ") if part.startswith(NATIVE_BY)]
         words += notes.mark(reason) if execution != "native" else "".join(map(notes.mark, evidence))
-        these = phrases.setdefault((words, _STYLES[execution]), [])
+        these = phrases.setdefault((words, _STYLES.get(execution, "dim")), [])
         these += [which] if which not in these else []
     text = Text.assemble((what, "dim"))
     for (words, style), these in phrases.items():

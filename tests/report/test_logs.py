@@ -31,7 +31,7 @@ def test_a_line_for_a_graph_and_one_for_what_was_left_alone(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, logger="fp8graph"):
         compiled_report()
     first, *rest = [record.getMessage() for record in caplog.records if record.name == "fp8graph.report"]
-    assert first == "Linear training: 6 of 9 GEMMs in FP8, 66 % of their FLOPs"
+    assert first == "Linear training: 6 of 9 GEMMs in FP8, 66 % of the FLOPs of all products"
     assert [line.partition(" -> high")[0] for line in rest] == [
         f"Linear training: left alone: down {gemm} (1): rule /down|<b>&amp;/" for gemm in ("fprop", "dgrad", "wgrad")
     ]

@@ -36,7 +36,7 @@ def test_every_gemm_has_a_row_with_shape_recipe_dtypes_and_reason() -> None:
     assert (wgrad.recipe, wgrad.execution) == (None, "high precision")
     assert wgrad.reason == 'rule "down" -> high precision'
     assert rows["up", "wgrad"].reason == "default; k 8 padded to 16; one GEMM with gate"
-    assert "6 of 7 GEMMs in FP8, 85 % of their FLOPs, in 1 graph" in str(report)
+    assert "6 of 7 GEMMs in FP8, 85 % of the FLOPs of all products, in 1 graph" in str(report)
 
 
 def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_explain_needs_neither_weights_nor_the_target() -> None:
     legal = fp8graph.models.general_policy("tensorwise")
     legal = fp8graph.Policy(legal.rules, default="tensorwise", min_speedup=0)
     native = fp8graph.explain(model, input_ids=tokens, labels=tokens, target="sm_90", policy=legal)
-    assert native.summary() == "42 of 45 GEMMs in FP8, 81 % of their FLOPs, in 1 graph"
+    assert native.summary() == "42 of 45 GEMMs in FP8, 81 % of the FLOPs of all products, in 1 graph"
     emulated = fp8graph.explain(model, input_ids=tokens, target="sm_80", training=False)
-    assert emulated.summary() == "14 of 15 GEMMs in FP8, 81 % of their FLOPs, in 1 graph (14 emulated)"
+    assert emulated.summary() == "14 of 15 GEMMs in FP8, 81 % of the FLOPs of all products, in 1 graph (14 emulated)"
     assert "emulated: sm_80 is a GPU without any FP8 GEMM" in emulated.gemms[0].reason
     note = "sm_80 is a GPU without any FP8 GEMM: FP8 is emulated there, for its numerics; bf16 is faster"
     assert str(emulated).splitlines().count(note) == 1
@@ -135,8 +135,8 @@ def test_explain_leaves_the_model_alone() -> None:
 def test_in_a_notebook() -> None:
     """The last expression of a cell is shown by its repr."""
     report = fp8graph.explain(MLP(), torch.randn(8, 32))
-    assert repr(report) == "<Report: 7 of 7 GEMMs in FP8, 100 % of their FLOPs, in 1 graph>"
-    assert repr(report.graphs) == "[<GraphView 'Linear training': 7 of 7 GEMMs in FP8, 100 % of their FLOPs>]"
+    assert repr(report) == "<Report: 7 of 7 GEMMs in FP8, 100 % of the FLOPs of all products, in 1 graph>"
+    assert repr(report.graphs) == "[<GraphView 'Linear training': 7 of 7 GEMMs in FP8, 100 % of the FLOPs of all products>]"
 
 
 def test_flops_of_dynamic_sizes_are_those_that_were_traced() -> None:
@@ -147,7 +147,7 @@ def test_flops_of_dynamic_sizes_are_those_that_were_traced() -> None:
     report = backend.report
     assert any(isinstance(size, str) for g in report.gemms for size in (g.m, g.n, g.k))
     assert {g.flops for g in report.gemms} == {2 * 16 * 32 * 96}
-    assert report.summary() == "3 of 5 GEMMs in FP8, 60 % of their FLOPs, in 1 graph"
+    assert report.summary() == "3 of 5 GEMMs in FP8, 60 % of the FLOPs of all products, in 1 graph"
 
 
 def test_flops_of_batches_and_of_groups() -> None:
@@ -161,7 +161,7 @@ def test_flops_of_batches_and_of_groups() -> None:
 
     bmm = fp8graph.explain(Product(), torch.randn(2, 8, 16), torch.randn(2, 16, 4))
     assert [g.flops for g in bmm.gemms] == [2 * 2 * 8 * 16 * 4]
-    assert bmm.summary() == "0 of 1 GEMMs in FP8, 0 % of their FLOPs, in 1 graph"
+    assert bmm.summary() == "0 of 1 GEMMs in FP8, 0 % of the FLOPs of all products, in 1 graph"
     rows, experts = torch.randn(16, 32).bfloat16(), torch.randn(4, 32, 48).bfloat16()
     ends = torch.tensor([4, 8, 8, 16], dtype=torch.int32)
     grouped = fp8graph.explain(Experts(), rows.requires_grad_(), experts.requires_grad_(), ends, training=True)
@@ -240,7 +240,7 @@ def test_summary_counts_graphs_of_the_current_policy() -> None:
     backend = eager_backend(fp8graph.Policy([fp8graph.Rule("down", "rowwise")], default=None))
     compiled = torch.compile(model, backend=backend)
     compiled(x).sum().backward()
-    assert backend.report.summary() == "3 of 7 GEMMs in FP8, 42 % of their FLOPs, in 1 graph"
+    assert backend.report.summary() == "3 of 7 GEMMs in FP8, 42 % of the FLOPs of all products, in 1 graph"
     backend.set_policy(ALL)
     report = backend.report
     assert report.summary() == "0 of 0 GEMMs in FP8, in 0 graphs; 1 graph of an earlier policy, not counted"
@@ -248,7 +248,7 @@ def test_summary_counts_graphs_of_the_current_policy() -> None:
     report.check()
     compiled(x).sum().backward()
     report = backend.report
-    expected = "7 of 7 GEMMs in FP8, 100 % of their FLOPs, in 1 graph; 1 graph of an earlier policy, not counted"
+    expected = "7 of 7 GEMMs in FP8, 100 % of the FLOPs of all products, in 1 graph; 1 graph of an earlier policy, not counted"
     assert report.summary() == str(report).splitlines()[0] == expected
     assert {gemm.recipe for gemm in report.gemms} == {"tensorwise"}
     assert "rowwise" not in str(report)

@@ -22,28 +22,28 @@ IN_A_PROCESS = ON_RANKS | {"lightning_module", "rl_loop", "trainer"}
 LINES = dict.fromkeys(ON_RANKS, 80) | {"rl_loop": 135, "ray_train": 65, "trl_grpo": 60}  # at most; the others 50
 # torch 2.11 first runs the stage without gradients, for its shapes: a graph of its own
 OF_A_STAGE = (
-    r"42 of 45 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph"
+    r"42 of 45 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph"
     if torch.__version__ >= "2.13"
-    else r"56 of 60 GEMMs in FP8, \d+ % of their FLOPs, in 2 graphs"
+    else r"56 of 60 GEMMs in FP8, \d+ % of the FLOPs of all products, in 2 graphs"
 )
 SAYS = {  # the end of what each prints, as a regular expression
     "rl_loop": r"KL was 0\.0 in 5 of 5 updates with our tensors",
-    "ddp": r"21 scales, the same on every rank: True\n21 of 24 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
-    "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, \d+ % of their FLOPs, in 3 graphs",
+    "ddp": r"21 scales, the same on every rank: True\n21 of 24 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
+    "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, \d+ % of the FLOPs of all products, in 3 graphs",
     "fsdp2": r"step 7: .*\nloaded scales that nothing used: \[\]\n"
-    r"42 of 42 GEMMs in FP8, \d+ % of their FLOPs, in 2 graphs",
-    "flux_lora": r"\n20 weights quantized in 8 steps\n31 of 73 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
+    r"42 of 42 GEMMs in FP8, \d+ % of the FLOPs of all products, in 2 graphs",
+    "flux_lora": r"\n20 weights quantized in 8 steps\n31 of 73 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
     "layer_policy": r"model\.layers\.1\.mlp\.down_proj .* wgrad .* high precision",
-    "lightning_module": r"step 7: .*\n8 of 8 GEMMs in FP8, 100 % of their FLOPs, in 1 graph",
+    "lightning_module": r"step 7: .*\n8 of 8 GEMMs in FP8, 100 % of the FLOPs of all products, in 1 graph",
     "lora": r"\n7 weights quantized in 8 steps",
     "lora_fp8": r"\n655,360 bytes of base weights, 458,752 bytes of transposed copies",
     "moe": r"mlp\.gate fprop: high precision \(rule",
-    "nano_gpt": r"\n24 of 27 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
+    "nano_gpt": r"\n24 of 27 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
     "pipeline": rf"step 7: .*\n{OF_A_STAGE}",
     "serve": r"compiled: 16 tokens in .*\ntokens: \[.*\]\n\nprefill: 7 of 8 GEMMs in FP8, .*\n(.*\n)+decode: 7 of 8",
-    "timm_vit": r"\n24 of 27 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
-    "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
-    "trainer": r"21 of 24 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
+    "timm_vit": r"\n24 of 27 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
+    "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
+    "trainer": r"21 of 24 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
 }
 # Examples of a library that the extra "test" does not bring, and why not.
 NEEDS = {"timm_vit": ("timm", "timm needs torchvision, whose wheel on PyPI does not load beside a CPU build of torch")}

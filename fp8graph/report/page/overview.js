@@ -8,6 +8,7 @@ function showOverview() {
     legend([
       ["var(--native)", "FP8"],
       ["var(--emulated)", "FP8, emulated: its numerics without its speed"],
+      ["var(--elsewhere)", "low precision of the program's own"],
       ["var(--high)", "high precision"],
     ]),
     element("ul", { className: "notes" }, ...data.notes.map((note) => element("li", {}, note))),
@@ -19,7 +20,7 @@ function missingShare(share) {
 }
 
 function shareBar({ what, unit, parts, before }) {
-  const total = parts.native + parts.emulated + parts["high precision"];
+  const total = Object.values(parts).reduce((sum, part) => sum + part, 0);
   const width = (amount) => `width:${total ? (100 * amount) / total : 0}%`;
   const share = total ? (parts.native + parts.emulated) / total : 0;
   const faster = before ? `; ${amountText(before, unit)} if all were in high precision` : "";
@@ -32,6 +33,7 @@ function shareBar({ what, unit, parts, before }) {
       { className: "bar" },
       element("span", { className: "native", style: width(parts.native) }),
       element("span", { className: "emulated", style: width(parts.emulated) }),
+      element("span", { className: "elsewhere", style: width(parts["low precision"]) }),
       element("span", { className: "high", style: width(parts["high precision"]) }),
     ),
     element("span", {}, element("strong", {}, total ? `${percentText(share)} in FP8` : "none"), ` of ${amountText(total, unit)}${faster}`),
@@ -39,6 +41,8 @@ function shareBar({ what, unit, parts, before }) {
 }
 
 function showPlainTables() {
+  section("others").hidden = !data.others.length;
+  section("others").append(...data.others.map(plainTable));
   for (const name of ["collectives", "refusals"]) {
     section(name).hidden = !data[name].length;
     if (data[name].length) section(name).append(plainTable(data[name]));
