@@ -34,7 +34,8 @@ def test_shares_of_flops_and_bytes() -> None:
     policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise", wgrad=None)], min_speedup=0)
     report = fp8graph.explain(nn.Sequential(nn.Linear(32, 64, bias=False)), torch.randn(16, 32), policy=policy)
     flops, read, seconds = shares(report)
-    assert flops["parts"] == {"native": 2.0 * 16 * 32 * 64, "emulated": 0.0, "low precision": 0.0, "high precision": 2.0 * 16 * 32 * 64}
+    half = 2.0 * 16 * 32 * 64
+    assert flops["parts"] == {"native": half, "emulated": 0.0, "low precision": 0.0, "high precision": half}
     assert read["parts"]["native"] == 16 * 32 + 32 * 64  # one byte per number
     assert read["parts"]["high precision"] == 4 * (16 * 64 + 16 * 32)
     assert seconds["missing"].startswith("not predicted: this report's device has no speed model")
@@ -54,7 +55,8 @@ def test_the_share_of_predicted_time() -> None:
     assert first.speedup is not None
     assert first.speedup > 1
     assert seconds["before"] == 2 * alone
-    assert seconds["parts"] == {"native": alone / first.speedup, "emulated": 0.0, "low precision": 0.0, "high precision": alone}
+    rest = {"emulated": 0.0, "low precision": 0.0, "high precision": alone}
+    assert seconds["parts"] == {"native": alone / first.speedup, **rest}
 
 
 def test_emulated_gemms_are_marked_and_have_no_time() -> None:

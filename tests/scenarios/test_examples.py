@@ -28,11 +28,13 @@ OF_A_STAGE = (
 )
 SAYS = {  # the end of what each prints, as a regular expression
     "rl_loop": r"KL was 0\.0 in 5 of 5 updates with our tensors",
-    "ddp": r"21 scales, the same on every rank: True\n21 of 24 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
+    "ddp": r"21 scales, the same on every rank: True\n"
+    r"21 of 24 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
     "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, \d+ % of the FLOPs of all products, in 3 graphs",
     "fsdp2": r"step 7: .*\nloaded scales that nothing used: \[\]\n"
     r"42 of 42 GEMMs in FP8, \d+ % of the FLOPs of all products, in 2 graphs",
-    "flux_lora": r"\n20 weights quantized in 8 steps\n31 of 73 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
+    "flux_lora": r"\n20 weights quantized in 8 steps\n"
+    r"31 of 73 GEMMs in FP8, \d+ % of the FLOPs of all products, in 1 graph",
     "layer_policy": r"model\.layers\.1\.mlp\.down_proj .* wgrad .* high precision",
     "lightning_module": r"step 7: .*\n8 of 8 GEMMs in FP8, 100 % of the FLOPs of all products, in 1 graph",
     "lora": r"\n7 weights quantized in 8 steps",
