@@ -22,16 +22,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints import Checkpoint, LayerFormat
-from fp8graph.checkpoints.layer_format import QuantizedWeight
+from fp8graph.checkpoints import Checkpoint
 from fp8graph.errors import ConfigError
-from fp8graph.numerics.formats import unpack_e2m1
 from fp8graph.report.tables import any_layer
 from fp8graph.report.terminal import progress_bar
 from fp8graph.tools.findings import Finding, counted, in_order, lines
-from fp8graph.tools.inspect_checkpoint import counts_of, model_of_checkpoint, named_problems, shapes_of
+from fp8graph.tools.inspect_checkpoint import model_of_checkpoint, named_problems, shapes_of
+from fp8graph.tools.lint_layers import Layer, read_layer
 
-_AT_ONCE: Final = 1 << 20  # numbers that are decoded at once: memory for more is fetched and given back each time
+_AT_ONCE: Final = 1 << 24  # numbers of a tensor in high precision that are looked at at once
 _SIBLINGS: Final = 10.0  # times the median of its siblings, or one such part of it
 _GAIN: Final = (3e-3, 1e3)  # RMS of a weight times sqrt(K): by how much it changes the RMS of what it multiplies
 _UNSCALED: Final = {False: 8.0, True: 2.0}  # the largest code of a layer, FP8 and FP4, that no amax made
@@ -40,41 +39,6 @@ _SEVERAL: Final = 16  # tiles of a layer whose largest codes say something
 _E5M2_TOP, _FNUZ_TOP = 352.0, 240.0  # the largest numbers of E5M2, and of AMD's E4M3, that tiles have, read as E4M3
 _CACHE: Final = re.compile(r"(^|[._])([qkv])(_cache)?_scale$|\.([qkv])_proj\.output_scale$")
 _LINEAR: Final = re.compile(r"_proj$|(^|\.)(fc\d?|dense|qkv|query|key|value|w[123okqv])$")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """The numbers of one quantized layer.
-
-    ``rms``: of the decoded weight; ``code_rms``: of its codes. ``tops``: the largest code of each tile that has another
-    number than zero. ``saturated``: the share of codes that are the largest of their type. ``fractions``: how many of
-    its ``scales``, if they are FP32, are no powers of two. ``least``, ``most``: of its scales, with that of the whole
-    tensor.
-    """
-
-    name: str
-    stored: LayerFormat
-    shape: tuple[int, ...]
-    packed: bool
-    rms: float
-    code_rms: float
-    tops: Tensor
-    saturated: float
-    nan: int
-    fractions: int
-    scales: int
-    least: float
-    most: float
-    input_scale: float | None
-
-    @property
-    def scale(self) -> float:
-        """The scale that all of its numbers share, about."""
-        return self.rms / self.code_rms if self.code_rms else 0.0
-
-    @property
-    def gain(self) -> float:
-        return self.rms * math.sqrt(self.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +97,7 @@ def lint_checkpoint(folder: Path | str, *, progress: Callable[[int, int], None] 
                 _scale_problem(name, text) for text in stored.wrong_scales(name, tensors, checkpoint.shards.tensor)
             ]
             findings += wrong
-            layer = _read(name, stored, checkpoint.weight(name))
+            layer = read_layer(name, stored, checkpoint.weight(name))
             findings += [each for rule in _OF_ONE_LAYER for each in rule(layer, checkpoint)]
             if not wrong:
                 layers.append(layer)
@@ -268,54 +232,6 @@ def _scale_problem(layer: str, text: str) -> Finding:
 
 
 # Of one layer's numbers.
-
-
-def _read(name: str, stored: LayerFormat, weight: QuantizedWeight) -> Layer:
-    """Decode a layer, a part at a time."""
-    rows_of_tile, columns_of_tile = weight.block
-    scales = weight.scales()
-    data = weight.data.reshape(-1, *weight.data.shape[-2:])
-    squares, tops, total = 0.0, list[Tensor](), 0.0
-    counts = counts_of(weight.data)
-    for matrix, of_matrix in zip(data, scales.reshape(-1, *scales.shape[-2:]), strict=True):
-        of_rows: list[tuple[Tensor, Tensor]] = []
-        for part in matrix.split(max(1, _AT_ONCE // weight.shape[-1])):
-            codes = unpack_e2m1(part.view(torch.uint8)) if weight.packed else part.to(torch.float32)
-            codes = (codes.nan_to_num(0.0) if counts.nan else codes).abs_()
-            padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % columns_of_tile))
-            tiles = padded.unflatten(1, (-1, columns_of_tile))
-            of_rows.append((tiles.amax(-1), tiles.square_().sum(-1)))
-        most, square = (_of_tiles(torch.cat(each), rows_of_tile) for each in zip(*of_rows, strict=True))
-        tops.append(most.amax(1).flatten())
-        square = square.sum(1).to(torch.float64)
-        total += float(square.sum())
-        squares += float((square * of_matrix.to(torch.float64).square()).sum())
-    numbers = math.prod(weight.shape)
-    every = torch.cat(tops)
-    scale_inv = weight.scale_inv
-    fractions = int((scale_inv.view(torch.int32) & 0x7FFFFF).count_nonzero()) if scale_inv.dtype == torch.float32 else 0
-    given = weight.input_scale_inv if weight.input_scale_inv is not None else weight.input_scale
-    return Layer(
-        name=name,
-        stored=stored,
-        shape=weight.shape,
-        packed=weight.packed,
-        rms=math.sqrt(squares / numbers),
-        code_rms=math.sqrt(total / numbers),
-        tops=every[every > 0],
-        saturated=counts.saturated / numbers,
-        nan=counts.nan,
-        fractions=fractions,
-        scales=scale_inv.numel(),
-        least=float(scales.min()),
-        most=float(scales.max()),
-        input_scale=None if given is None else float(given.to(torch.float32).max()),
-    )
-
-
-def _of_tiles(rows: Tensor, height: int) -> Tensor:
-    """[row tiles, rows of a tile, column tiles] of [rows, column tiles]."""
-    return torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % height)).unflatten(0, (-1, height))
 
 
 def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
