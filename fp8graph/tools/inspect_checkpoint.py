@@ -324,7 +324,8 @@ def named_problems(checkpoint: Checkpoint, model: Any) -> list[str]:
     saved, tied = _names(model)
     tensors = set(_tensors(checkpoint, saved, getattr(model, "base_model_prefix", "")))
     missing = [name for name in saved if name not in tensors and not tied[name] & tensors]
-    unknown = [name for name in tensors if name not in saved and not _ADDED.search(name)]
+    of_model = set(saved)
+    unknown = [name for name in tensors if name not in of_model and not _ADDED.search(name)]
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unknown = _without(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     file, title = checkpoint.folder / "config.json", type(model).__name__

@@ -10,6 +10,7 @@ Headers are read first, then one layer at a time. Nothing is compiled, and a GPU
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,8 +23,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints import Checkpoint
-from fp8graph.errors import ConfigError
+from fp8graph.checkpoints import Checkpoint, Shards
+from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
+from fp8graph.checkpoints.layer_format import EMBEDDING
+from fp8graph.checkpoints.modelopt import FILE
+from fp8graph.checkpoints.shards import read_json
+from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.report.tables import any_layer
 from fp8graph.report.terminal import progress_bar
 from fp8graph.tools.findings import Finding, counted, in_order, lines
@@ -37,8 +42,20 @@ _UNSCALED: Final = {False: 8.0, True: 2.0}  # the largest code of a layer, FP8 a
 _CLIPPED: Final = {False: 0.05, True: 0.5}  # the share of numbers that are the largest code
 _SEVERAL: Final = 16  # tiles of a layer whose largest codes say something
 _E5M2_TOP, _FNUZ_TOP = 352.0, 240.0  # the largest numbers of E5M2, and of AMD's E4M3, that tiles have, read as E4M3
-_CACHE: Final = re.compile(r"(^|[._])([qkv])(_cache)?_scale$|\.([qkv])_proj\.output_scale$")
-_LINEAR: Final = re.compile(r"_proj$|(^|\.)(fc\d?|dense|qkv|query|key|value|w[123okqv])$")
+_SHORT: Final = 0.1  # the share of tiles whose largest code is below half of the largest number
+_SWAPPED: Final = 2.5  # times its siblings, and one such part of them, are two layers with each other's scales
+_INPUTS: Final = (1e-8, 1e4)  # scale of an input: of amaxes between 4e-6 and 4e6
+_SAME_INPUT: Final = 2.0  # times: between the scales of layers that read one tensor
+_CACHE: Final = re.compile(r"(?:(?:^|\.)[kv]_proj)?(?:^|[._])[qkv](_cache)?_scale$|\.[qkv]_proj\.output_scale$")
+# of names that recipes quantize: DeepSeek's eh_proj and weights_proj may stay in high precision without being listed
+_LINEAR: Final = re.compile(
+    r"(?:^|\.)(?:(?:q|k|v|o|qkv|q_a|q_b|kv_b|gate|up|down|gate_up)_proj|kv_a_proj_with_mqa|fc\d?|dense|qkv|query|key|"
+    r"value|w[123okqv])$"
+)
+_READ_ONE: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one input
+_OF_TILES: Final = "weight_scale_inv"
+_TRAINED: Final = re.compile(r"(?:^|\.)(?:weight|bias)$")  # others may be masks, with -inf
+_MANY: Final = 100  # layers that are wrong: no cause is looked for among pairs of more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +99,15 @@ def lint_checkpoint(folder: Path | str, *, progress: Callable[[int, int], None] 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
     """
+    if (damage := _damage(folder)) is not None:
+        return CheckpointLint(folder=str(folder), layers=0, findings=(damage,), compared="Nothing was compared.")
     checkpoint = Checkpoint(folder)
     try:
         model, compared = model_of_checkpoint(checkpoint), ""
     except ConfigError as error:
         model, compared = None, f"Names and shapes were not compared with those of a model: {error}"
     findings = [*_form(checkpoint), *_of_model(checkpoint, model), *_unlisted(checkpoint, model)]
-    findings += [*_of_cache(checkpoint), *_tied(checkpoint), *_finite(checkpoint)]
+    findings += [*_scale_names(checkpoint), *_of_cache(checkpoint), *_tied(checkpoint), *_finite(checkpoint)]
     layers: list[Layer] = []
     tensors = checkpoint.shards.tensors
     for count, (name, stored) in enumerate(checkpoint.layers.items(), 1):
@@ -118,6 +137,53 @@ def linted(folder: Path) -> CheckpointLint:
 
 
 # Of headers and the config.
+
+
+def _damage(folder: Path | str) -> Finding | None:
+    """The reason why files that are there cannot be read as a checkpoint."""
+    path = Path(folder)
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return None  # Checkpoint says what is there
+    try:
+        shards = Shards(path)
+    except CheckpointError as error:
+        return Finding(
+            rule="damaged", severity="error", where=str(path), problem=str(error).removesuffix("."),
+            do="Download or write the checkpoint again.",
+        )  # fmt: skip
+    values = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    if any(values.get(name) for name in ("quantization_config", "compression_config")) or (path / FILE).exists():
+        return None
+    eight = [name for name, info in shards.tensors.items() if info.stored_as.startswith("F8")]
+    if not eight:
+        return None
+    return Finding(
+        rule="no-config", severity="error", where=str(path / "config.json"),
+        problem=f"there is no quantization_config, and {len(eight)} tensors are in FP8, like {eight[0]!r}: whoever "
+        "loads it reads codes without their scales",
+        do="Add the quantization_config of the checkpoint that was converted.",
+    )  # fmt: skip
+
+
+def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find scales under a name that no loader of the format looks for."""
+    if not isinstance(checkpoint.quantization, HuggingFaceFP8):
+        return
+    spelled: dict[str, list[str]] = {}
+    for layer, stored in checkpoint.layers.items():
+        if stored.suffixes.weight == ".weight" and stored.part is None and stored.scheme != EMBEDDING[0]:
+            spelled.setdefault(stored.suffixes.scale.removeprefix("."), []).append(layer)
+    usual = max(spelled, key=lambda name: (len(spelled[name]), name == _OF_TILES), default="")
+    # engines read scales of whole tensors as "weight_scale", too
+    right = _OF_TILES if checkpoint.quantization.block is not None and usual == "weight_scale" else usual
+    for name, layers in spelled.items():
+        if name != right:
+            more = f", as are {len(layers) - 1} more" * (len(layers) > 1)
+            yield Finding(
+                rule="scale-name", severity="error", where=layers[0],
+                problem=f"its scale is called {name!r}{more}, and loaders of this format look for {right!r} here",
+                do=f"Rename it. It must multiply, as {right!r} does.",
+            )  # fmt: skip
 
 
 def _form(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -173,16 +239,21 @@ def _unlisted(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
 def _of_cache(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find scales of keys and values that are none, or without their counterpart."""
     names = {name: match for name in checkpoint.others if (match := _CACHE.search(name)) is not None}
+    cache = checkpoint.quantization.kv_cache
+    strategy = cache.get("strategy", "tensor") if isinstance(cache, Mapping) else "tensor"
     do = "Calibrate the key-value cache again, or remove its scales."
     for name, match in names.items():
         scales = checkpoint.shards.tensor(name).to(torch.float32)
+        if cache is None and scales.numel() != 1:
+            continue  # a parameter of the model's attention may be called so
         if bad := int((~scales.isfinite() | (scales <= 0)).sum()):
             text = f"{bad} of its {scales.numel()} numbers are no scale: {_shown(scales)}"
             yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
-        letter = match[2] or match[4]
-        other = {"k": "v", "v": "k"}.get(letter)
-        start, end = match.span(2 if match[2] else 4)
-        if other is not None and (missing := name[:start] + other + name[end:]) not in checkpoint.shards:
+        elif scales.numel() != 1 and strategy == "tensor":
+            text = f"it has {scales.numel()} numbers, and by the config the tensor has one scale"
+            yield Finding(rule="cache-scale", severity="warning", where=name, problem=text, do=do)
+        missing = name[: match.start()] + re.sub(r"[kv](?=_)", lambda one: {"k": "v", "v": "k"}[one[0]], match[0])
+        if missing not in checkpoint.shards:
             text = f"there is no {missing!r}: keys and values have a scale each"
             yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
 
@@ -210,7 +281,9 @@ def _finite(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Find numbers in high precision that are none."""
     for name in checkpoint.others:
         info = checkpoint.shards.tensors[name]
-        if info.dtype is None or not info.dtype.is_floating_point or info.dtype.itemsize == 1 or _CACHE.search(name):
+        if info.dtype is None or not info.dtype.is_floating_point or info.dtype.itemsize == 1:
+            continue
+        if not _TRAINED.search(name):
             continue
         tensor = checkpoint.shards.tensor(name)
         if bad := sum(int((~part.isfinite()).sum()) for part in tensor.flatten().split(_AT_ONCE)):
@@ -276,6 +349,20 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _short(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find tiles whose scale is not that of their amax. One tile, and FP4's one-byte scales, may have a larger one."""
+    if layer.packed or len(layer.tops) < 2 or float(layer.tops.max()) < _UNSCALED[False]:
+        return
+    share = float((layer.tops < layer.top / 2).to(torch.float32).mean())
+    if share > _SHORT:
+        yield Finding(
+            rule="range", severity="warning", where=layer.name,
+            problem=f"in {100 * share:.0f} % of its tiles no code reaches {layer.top / 2:.0f}, half of the range: "
+            "their scales are of another tensor, or of an older weight",
+            do="Quantize the weight again: divide each tile by its amax / 448 before the cast.",
+        )  # fmt: skip
+
+
 def _fractions(layer: Layer, checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.quantization.powers_of_two and layer.fractions:
         yield Finding(
@@ -286,7 +373,7 @@ def _fractions(layer: Layer, checkpoint: Checkpoint) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_OF_ONE_LAYER: Final[tuple[Callable[[Layer, Checkpoint], Iterator[Finding]], ...]] = (_codes, _fractions)
+_OF_ONE_LAYER: Final[tuple[Callable[[Layer, Checkpoint], Iterator[Finding]], ...]] = (_codes, _short, _fractions)
 
 
 # Of layers beside each other.
@@ -318,7 +405,8 @@ def _sizes(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding
                 wrong[layer.name] = layer, text
     do = "Compare the scales with those of the layer's siblings, and write those that it was quantized with."
     for name, (layer, text) in wrong.items():
-        cause = _cause(layer, [other for other, _ in wrong.values() if other is not layer], usual)
+        others = [other for other, _ in wrong.values() if other is not layer] if len(wrong) <= _MANY else []
+        cause = _cause(layer, others, usual)
         yield Finding(rule="decoded-size", severity="error", where=name, problem=text + cause, do=do)
 
 
@@ -339,6 +427,31 @@ def _cause(layer: Layer, others: Sequence[Layer], usual: Mapping[str, float]) ->
 
 def _is_near(rms: float, usual: float, within: float = 3.0) -> bool:
     return usual / within <= rms <= usual * within
+
+
+def _exchanged(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Find two layers of one block that are off by one factor, in opposite directions.
+
+    A factor that is less than what ``_sizes`` sees: alone, it would say nothing.
+    """
+    off: dict[str, list[tuple[str, float]]] = {}  # by block: the layer, and the logarithm of the factor
+    for family in _families([layer for layer in layers if layer.rms > 0]):
+        usual = statistics.median(math.log(layer.rms) for layer in family)
+        far = [(layer, math.log(layer.rms) - usual) for layer in family]
+        far = [one for one in far if math.log(_SWAPPED) < abs(one[1]) <= math.log(_SIBLINGS)]
+        if len(family) > 2 and 3 * len(far) <= len(family):
+            for layer, factor in far:
+                number = re.search(r"\.\d+\.", layer.name)
+                off.setdefault(layer.name[: number.end()] if number else "", []).append((layer.name, factor))
+    for of_block in off.values():
+        for (first, factor), (second, other) in itertools.combinations(of_block[:_MANY], 2):
+            if abs(factor + other) < 0.2 * max(abs(factor), abs(other)):
+                yield Finding(
+                    rule="exchanged", severity="error", where=first,
+                    problem=f"its RMS is {math.exp(factor):.2g} times that of its siblings, and that of {second!r} "
+                    f"{math.exp(other):.2g} times: each has the other's scales",
+                    do="Exchange the scales of the two layers.",
+                )  # fmt: skip
 
 
 def _copies(layers: Sequence[Layer], checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -363,6 +476,23 @@ def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Findin
         text = f"the scales of the inputs of all {len(given)} layers are 1: nothing was calibrated"
         yield Finding(rule="input-scale", severity="warning", where=given[0].name, problem=text, do=do)
         return
+    least, most = _INPUTS
+    odd = {layer.name for layer in given if not least <= (layer.input_scale or math.nan) <= most}
+    for layer in given:
+        if layer.name in odd and 0 < (layer.input_scale or 0.0) < math.inf:
+            text = f"the scale of its input is {layer.input_scale:.2g}: inverted, or memory that was never written"
+            yield Finding(rule="input-scale", severity="error", where=layer.name, problem=text, do=do)
+    given = [layer for layer in given if layer.name not in odd]
+    for of_module in _by_input(given):
+        numbers = [layer.input_scale or 0.0 for layer in of_module]
+        if max(numbers) > _SAME_INPUT * min(numbers):
+            shown = ", ".join(f"{layer.name.rpartition('.')[2]} {layer.input_scale:.3g}" for layer in of_module)
+            usual = statistics.median(numbers)
+            far = max(of_module, key=lambda layer: abs(math.log((layer.input_scale or usual) / usual)))
+            yield Finding(
+                rule="input-scale", severity="error", where=far.name, do=do,
+                problem=f"the layers of one module that read one tensor have other scales for it: {shown}",
+            )  # fmt: skip
     for family in _families(given):
         usual = statistics.median(layer.input_scale or 0.0 for layer in family)
         for layer in family:
@@ -374,8 +504,19 @@ def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Findin
                 )  # fmt: skip
 
 
+def _by_input(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """The layers of one module that read the same tensor."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Layer]] = {}
+    for layer in layers:
+        module, _, last = layer.name.rpartition(".")
+        if kind := next((kind for kind in _READ_ONE if last in kind), None):
+            groups.setdefault((module, kind), []).append(layer)
+    yield from groups.values()
+
+
 _OF_ALL_LAYERS: Final[tuple[Callable[[Sequence[Layer], Checkpoint], Iterator[Finding]], ...]] = (
     _sizes,
+    _exchanged,
     _copies,
     _inputs,
 )

@@ -18,10 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8_checkpoints
 import fp8graph
+from fp8graph.checkpoints import Checkpoint, dequantize
 from fp8graph.cli import main
 from fp8graph.tools import lint_checkpoint as lint
+from fp8graph.tools import lint_layers
 from fp8graph.tools.export import export_folder
 from fp8graph.tools.lint_checkpoint import CheckpointLint, lint_checkpoint
+from helpers import first_slow
+from tiny_models import TINY, model_and_inputs
 
 ROOT = Path(__file__).parent.parent.parent
 Tensors = dict[str, Tensor]
@@ -76,7 +80,8 @@ def changed(folder: Path, new: Path, fault: Fault) -> CheckpointLint:
     return lint_checkpoint(new)
 
 
-BLOCK, UP, K, V = "model.layers.1", "model.layers.1.mlp.up_proj", *(f"model.layers.1.self_attn.{x}_proj" for x in "kv")
+BLOCK, UP = "model.layers.1", "model.layers.1.mlp.up_proj"
+Q, K, V = (f"{BLOCK}.self_attn.{x}_proj" for x in "qkv")
 SCALE = "weight_scale_inv"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -169,7 +174,19 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
         lambda t, _: t.update({f"{BLOCK}.self_attn.{x}_scale": torch.tensor(math.inf) for x in "kv"}),
         "cache-scale", "1 of its 1 numbers are no scale: inf",
     ),
-    # ten more
+    # eleven more
+    "a scale under another name": (renamed(f"{UP}.{SCALE}", f"{UP}.weight_scale"), "scale-name", "'weight_scale', and"),
+    "all scales under another name": (
+        lambda t, _: t.update({x.replace(SCALE, "weight_scale"): t.pop(x) for x in [*t] if x.endswith(SCALE)}),
+        "scale-name", "'weight_scale', as are 27 more, and loaders",
+    ),
+    "scales of two layers are exchanged that differ by 4": (
+        lambda t, v: (scales(lambda x: 4 * x, K)(t, v), scales(lambda x: x / 4, Q)(t, v)),
+        "exchanged", "each has the other's scales",
+    ),
+    "tiles of a quarter of the range": (data(lambda w, s: (w / s / 4).to(E4M3)), "range", "no code reaches 224"),
+    "a config without quantization": (config(quantization_config=None), "no-config", "28 tensors are in FP8, like"),
+    # more
     "scales are ones": (scales(torch.ones_like), "decoded-size", "its scales are 1"),
     "one layer in bf16 that is not listed": (high_precision(UP), "not-listed", "its weight is BF16"),
     "cast by twice the scale": (data(lambda w, s: (w / s * 16).clamp(-448, 448).to(E4M3)), "clipped", "largest code"),
@@ -201,9 +218,6 @@ def test_a_fault_is_found(name: str, exports: Callable[[str], Path], tmp_path: P
     assert {each.rule for each in result.findings} <= {rule, *more}
 
 
-STATIC = "model.layers.{}.mlp.up_proj.activation_scale"
-
-
 def test_inputs_that_were_not_calibrated(tmp_path: Path) -> None:
     fp8_checkpoints.FORMATS["hf-static"].write(tmp_path / "static")
 
@@ -213,6 +227,158 @@ def test_inputs_that_were_not_calibrated(tmp_path: Path) -> None:
     (finding,) = changed(tmp_path / "static", tmp_path / "ones", ones).findings
     assert (finding.rule, finding.severity) == ("input-scale", "warning")
     assert finding.problem == "the scales of the inputs of all 14 layers are 1: nothing was calibrated"
+
+
+@pytest.mark.parametrize(
+    ("layer", "scale", "text"),
+    [
+        (Q, 0.2, "have other scales for it: k_proj 0.05, q_proj 0.2, v_proj 0.05"),
+        (UP, 1e30, "the scale of its input is 1e+30: inverted, or memory that was never written"),
+        (UP, 1e-35, "the scale of its input is 1e-35"),
+    ],
+)
+def test_an_input_with_a_scale_of_its_own(layer: str, scale: float, text: str, tmp_path: Path) -> None:
+    fp8_checkpoints.FORMATS["hf-static"].write(tmp_path / "static")
+    fault = element(f"{layer}.activation_scale", scale)
+    (finding,) = changed(tmp_path / "static", tmp_path / "faulty", fault).findings
+    assert (finding.rule, finding.severity, finding.where) == ("input-scale", "error", layer)
+    assert text in finding.problem
+
+
+def cache(**tensors: Tensor) -> Fault:
+    """Tensors of the attention of a block, with dots for each ``__``."""
+    return lambda t, _: t.update(
+        {f"{BLOCK}.self_attn.{name.replace('__', '.')}": x.clone() for name, x in tensors.items()}
+    )
+
+
+ONE = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        cache(k_scale=ONE, v_scale=ONE, q_scale=ONE),
+        cache(k_proj__k_scale=ONE, v_proj__v_scale=ONE),  # ModelOpt's names
+        cache(k_proj__output_scale=ONE, v_proj__output_scale=ONE),
+        cache(k_scale=torch.rand(64) - 0.5),  # a parameter of attention that normalizes keys
+        cache(mask=torch.full((4, 4), -math.inf)),
+    ],
+)
+def test_scales_of_caches_and_other_tensors_of_attention(
+    fault: Fault, exports: Callable[[str], Path], tmp_path: Path
+) -> None:
+    result = changed(exports("FP32 scales"), tmp_path / "changed", fault)
+    assert {each.rule for each in result.findings} <= {"names"}
+
+
+def test_a_cache_scale_per_channel(exports: Callable[[str], Path], tmp_path: Path) -> None:
+    def fault(tensors: Tensors, values: dict[str, Any]) -> None:
+        cache(k_scale=torch.ones(64), v_scale=ONE)(tensors, values)
+        values["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+    (finding,) = changed(exports("FP32 scales"), tmp_path / "changed", fault).findings
+    assert (finding.rule, finding.severity) == ("cache-scale", "warning")
+    assert finding.problem == "it has 64 numbers, and by the config the tensor has one scale"
+
+
+def test_linears_that_nobody_quantizes_need_no_list(exports: Callable[[str], Path], tmp_path: Path) -> None:
+    fault = put("model.layers.4.eh_proj.weight", torch.ones(8, 16, dtype=torch.bfloat16))  # DeepSeek-V3's
+    result = changed(exports("FP32 scales"), tmp_path / "changed", fault)
+    assert {each.rule for each in result.findings} == {"names"}
+
+
+def test_damaged_files(exports: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(exports("FP32 scales"), tmp_path / "damaged")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    (finding,) = lint_checkpoint(folder).findings
+    assert (finding.rule, finding.severity, finding.where) == ("damaged", "error", str(folder))
+    assert "It is truncated" in finding.problem
+    assert main(["lint", str(folder)]) == 1
+
+
+def test_high_precision_is_not_judged(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", str(source)]) == 2
+    assert "is not in FP8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["FP32 scales", "rowwise", "tensorwise", "mxfp8"])
+def test_sizes_from_some_of_the_numbers(
+    recipe: str, exports: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(exports(recipe))
+    for most, within in ((1 << 12, 0.3), (1 << 22, 0.05)):  # far from the factor of ten that is an error
+        monkeypatch.setattr(lint_layers, "_MOST", most)
+        for name in [UP, V, K]:
+            weight = checkpoint.weight(name)
+            layer = lint_layers.read_layer(name, checkpoint.layers[name], weight)
+            assert layer.rms == pytest.approx(float(dequantize(weight).square().mean().sqrt()), rel=within)
+            codes = weight.data.float()
+            assert layer.code_rms == pytest.approx(float(codes.square().mean().sqrt()), rel=within)
+            assert float(layer.tops.max()) == float(codes.abs().max())
+            assert (layer.tops.numel(), layer.nan) == (weight.scale_inv.numel(), 0)
+
+
+def test_one_small_tile_counts_that_sizes_do_not_come_from(
+    exports: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lint_layers, "_MOST", 1 << 12)  # one row of 64
+
+    def fault(tensors: Tensors, _: dict[str, Any]) -> None:
+        scale = tensors[f"{UP}.weight_scale"].view(torch.uint8)
+        scale[5, 3] = 254 - scale[5, 3]  # of E8M0: inverted
+
+    (finding,) = changed(exports("mxfp8"), tmp_path / "faulty", fault).findings
+    assert (finding.rule, finding.where) == ("decoded-size", UP)
+
+
+def test_every_byte_is_looked_at(exports: Callable[[str], Path], tmp_path: Path) -> None:
+    for at in (1, 777, 131_071, 262_143):
+        result = changed(
+            exports("FP32 scales"), tmp_path / str(at), lambda t, _, at=at: t[f"{UP}.weight"].view(-1)[at].fill_(NAN)
+        )
+        assert [each.problem[:24] for each in result.findings] == ["1 of its numbers are NaN"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [-1, 3])
+def test_the_divisor_of_fp4(power: int, tmp_path: Path) -> None:
+    fp8_checkpoints.FORMATS["compressed-tensors-nvfp4"].write(tmp_path / "written")
+
+    def fault(tensors: Tensors, _: dict[str, Any]) -> None:
+        tensors[f"{UP}.weight_global_scale"] **= power
+
+    (finding,) = changed(tmp_path / "written", tmp_path / "faulty", fault).findings
+    assert (finding.rule, finding.where) == ("decoded-size", UP)
+
+
+# those of transformers with linears in a layout that exports have
+FAMILIES = [name for name, one in TINY.items() if one.library == "transformers" and name != "gpt2"]
+
+
+@first_slow("family", FAMILIES)
+def test_an_export_of_each_family_has_no_findings(family: str, tmp_path: Path) -> None:
+    model, _ = model_and_inputs(family)
+    model.save_pretrained(tmp_path / "source")
+    result = lint_checkpoint(export_folder(tmp_path / "source", tmp_path / "exported"))
+    assert (result.findings, result.layers > 0) == ((), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["FP32 scales", "blockwise", "tensorwise", "rowwise", "mxfp8"])
+def test_an_inverted_scale_is_found_in_every_layer(recipe: str, exports: Callable[[str], Path], tmp_path: Path) -> None:
+    names = [*Checkpoint(exports(recipe)).layers]
+    for i, name in enumerate(names):
+
+        def fault(tensors: Tensors, _: dict[str, Any], name: str = name) -> None:
+            (scale,) = (each for each in tensors if each.startswith(f"{name}.weight_scale"))
+            x = tensors[scale]
+            tensors[scale] = (254 - x.view(torch.uint8)).view(x.dtype) if x.element_size() == 1 else 1 / x
+
+        result = changed(exports(recipe), tmp_path / str(i), fault)
+        assert [(each.rule, each.where) for each in result.findings] == [("decoded-size", name)]
+        shutil.rmtree(tmp_path / str(i))
 
 
 @pytest.mark.parametrize("recipe", ["FP32 scales", "blockwise", "tensorwise", "rowwise", "mxfp8"])
@@ -268,7 +434,7 @@ def test_the_limits_of_the_page() -> None:
 def test_every_rule_has_a_fault_and_is_on_the_page() -> None:
     source = Path(lint.__file__).read_text(encoding="utf-8")
     rules = {*re.findall(r'rule="([\w-]+)"', source)}
-    assert rules == {rule for _, rule, _ in FAULTS.values()} | {"input-scale"}
+    assert rules == {rule for _, rule, _ in FAULTS.values()} | {"input-scale", "damaged"}
     page = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")
     assert [rule for rule in rules if f"`{rule}`" not in page] == []
 
