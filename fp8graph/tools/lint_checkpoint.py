@@ -40,6 +40,7 @@ _SIBLINGS: Final = 10.0  # times the median of its siblings, or one such part of
 _GAIN: Final = (3e-3, 1e3)  # RMS of a weight times sqrt(K): by how much it changes the RMS of what it multiplies
 _UNSCALED: Final = {False: 8.0, True: 2.0}  # the largest code of a layer, FP8 and FP4, that no amax made
 _CLIPPED: Final = {False: 0.05, True: 0.5}  # the share of numbers that are the largest code
+_FEW: Final = 3  # absolute codes, of weights that have so few values, as ternary ones: many are the largest
 _SEVERAL: Final = 16  # tiles of a layer whose largest codes say something
 _E5M2_TOP, _FNUZ_TOP = 352.0, 240.0  # the largest numbers of E5M2, and of AMD's E4M3, that tiles have, read as E4M3
 _SHORT: Final = 0.1  # the share of tiles whose largest code is below half of the largest number
@@ -329,7 +330,7 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
             problem=f"its largest code is {top:.3g}: it was cast without a scale, and most of its bits are lost",
             do=again,
         )  # fmt: skip
-    elif layer.saturated > _CLIPPED[layer.packed]:
+    elif layer.saturated > _CLIPPED[layer.packed] and layer.kinds > _FEW:
         yield Finding(
             rule="clipped", severity="error", where=layer.name,
             problem=f"{100 * layer.saturated:.1f} % of its numbers are the largest code: it was multiplied by too "

@@ -40,6 +40,7 @@ _INTEGRATIONS: Final = "fp8graph/integrations"
 _LIBRARIES: Final = "fp8graph/libraries"
 _CLI: Final = "fp8graph/cli.py"
 _OFFLINE: Final = "fp8graph/offline"
+_LINT: Final = ("tests/tools/test_lint_checkpoint.py",)
 
 FAULTS: Final[tuple[Fault, ...]] = (
     # numerics
@@ -2306,6 +2307,98 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "if not (ours and any(map(_is_large, _stored(node))))",
         "if not (ours and len(_stored(node)) > 99)",
         ("tests/compat/test_inductor.py",),
+    ),
+    # lint of checkpoints
+    Fault(
+        "lint looks for half of NaN codes",
+        f"{_TOOLS}/lint_layers.py",
+        "codes = matrix & _NAN",
+        "codes = matrix[:, ::2] & _NAN",
+        _LINT,
+    ),
+    Fault(
+        "rows of tiles that are left out stand in with nothing",
+        f"{_TOOLS}/lint_layers.py",
+        "squares += float(of_tiles.mean() * rest / weights.numel())",
+        "squares += 0.0 * float(rest)",
+        _LINT,
+    ),
+    Fault(
+        "a divisor of inputs is taken for a factor",
+        f"{_TOOLS}/lint_layers.py",
+        "_number(divisor.to(torch.float32).reciprocal())",
+        "_number(divisor)",
+        _LINT,
+    ),
+    Fault(
+        "lint takes every name of scales of tiles",
+        f"{_TOOLS}/lint_checkpoint.py",
+        'and usual == "weight_scale" else usual',
+        'and usual == "scale" else usual',
+        _LINT,
+    ),
+    Fault(
+        "lint asks for a key's scale beside the values' under the keys' module",
+        f"{_TOOLS}/lint_checkpoint.py",
+        r"""re.sub(r"[kv](?=_)", lambda""",
+        r"""re.sub(r"[kv](?=_scale)", lambda""",
+        _LINT,
+    ),
+    Fault(
+        "lint reads parameters of attention as scales of a cache",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "if cache is None and scales.numel() != 1:",
+        "if cache is None and scales.numel() == 0:",
+        _LINT,
+    ),
+    Fault(
+        "lint judges masks",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "if not _TRAINED.search(name):",
+        "if False:",
+        _LINT,
+    ),
+    Fault(
+        "lint takes layers that are off in the same direction for exchanged",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "if abs(factor + other) < 0.2",
+        "if abs(factor - other) < 0.2",
+        _LINT,
+    ),
+    Fault(
+        "lint compares inputs with the largest alone",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "if max(numbers) > _SAME_INPUT * min(numbers):",
+        "if max(numbers) > _SAME_INPUT * max(numbers):",
+        _LINT,
+    ),
+    Fault(
+        "lint asks for half of the range in most tiles alone",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "    if share > _SHORT:",
+        "    if share > 1:",
+        _LINT,
+    ),
+    Fault(
+        "ternary weights are clipped",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "and layer.kinds > _FEW:",
+        "and layer.kinds > 0:",
+        _LINT,
+    ),
+    Fault(
+        "damaged files are no finding",
+        f"{_TOOLS}/lint_checkpoint.py",
+        'if not path.is_dir() or not any(path.glob("*.safetensors")):',
+        "if True:",
+        _LINT,
+    ),
+    Fault(
+        "DeepSeek's eh_proj must be listed",
+        f"{_TOOLS}/lint_checkpoint.py",
+        "(?:q|k|v|o|qkv|q_a",
+        "(?:eh|q|k|v|o|qkv|q_a",
+        _LINT,
     ),
 )
 

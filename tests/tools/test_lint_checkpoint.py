@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8_checkpoints
 import fp8graph
-from fp8graph.checkpoints import Checkpoint, dequantize
+from fp8graph.checkpoints import Checkpoint, QuantizedWeight, dequantize
+from fp8graph.checkpoints.compressed_tensors import layer_format
 from fp8graph.cli import main
 from fp8graph.tools import lint_checkpoint as lint
 from fp8graph.tools import lint_layers
@@ -288,6 +289,11 @@ def test_linears_that_nobody_quantizes_need_no_list(exports: Callable[[str], Pat
     assert {each.rule for each in result.findings} == {"names"}
 
 
+def test_ternary_weights_are_not_clipped(exports: Callable[[str], Path], tmp_path: Path) -> None:
+    fault = data(lambda w, _: (w.sign() * (w.abs() > 0.02) * 448).to(E4M3))
+    assert changed(exports("FP32 scales"), tmp_path / "ternary", fault).findings == ()
+
+
 def test_damaged_files(exports: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(exports("FP32 scales"), tmp_path / "damaged")
     file = folder / "model.safetensors"
@@ -318,6 +324,16 @@ def test_sizes_from_some_of_the_numbers(
             assert layer.code_rms == pytest.approx(float(codes.square().mean().sqrt()), rel=within)
             assert float(layer.tops.max()) == float(codes.abs().max())
             assert (layer.tops.numel(), layer.nan) == (weight.scale_inv.numel(), 0)
+
+
+def test_an_input_scale_multiplies_however_it_is_stored() -> None:
+    """compressed-tensors' FP4 stores a divisor, ModelOpt's a factor."""
+    codes = {"data": torch.full((4, 16), 0x17, dtype=torch.uint8), "scale_inv": torch.ones(4, 2).to(E4M3)}
+    for given in ({"input_scale": torch.tensor(500.0)}, {"input_scale_inv": torch.tensor(0.002)}):
+        weight = QuantizedWeight(**codes, block=(1, 16), **given)
+        layer = lint_layers.read_layer("a", layer_format("NVFP4"), weight)
+        assert layer.input_scale == pytest.approx(0.002)
+        assert (layer.top, layer.saturated, layer.kinds) == (6.0, 0.5, 2)  # 0x17: 6 and 0.5
 
 
 def test_one_small_tile_counts_that_sizes_do_not_come_from(
