@@ -20,11 +20,12 @@ class Finding:
     rule: str  #: its name
     severity: str  #: "error", "warning" or "info"
     where: str  #: the layer, or the tensor
-    problem: str  #: what is there, and the likely cause
-    do: str  #: what to do
+    what: str  #: what is there
+    why: str  #: the likely cause, or what follows from it
+    todo: str  #: what to do
 
     def __str__(self) -> str:
-        return printable(f"{self.severity}: {self.where}: {self.problem} [{self.rule}]. {self.do}")
+        return printable(f"{self.severity}: {self.where}: {self.what}: {self.why} [{self.rule}]. {self.todo}")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -46,9 +47,12 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     """A paragraph for each rule: its first layers, and what to do."""
     rules: dict[tuple[str, str, str], list[Finding]] = {}
     for each in in_order(findings):
-        rules.setdefault((each.severity, each.rule, each.do), []).append(each)
+        rules.setdefault((each.severity, each.rule, each.todo), []).append(each)
     shown: list[str] = []
-    for (severity, rule, do), of_rule in rules.items():
-        shown += [f"{severity} [{rule}]", *(printable(f"  {each.where}: {each.problem}") for each in of_rule[:_SHOWN])]
-        shown += [f"  and {len(of_rule) - _SHOWN} more"] * (len(of_rule) > _SHOWN) + [f"  -> {do}"]
+    for (severity, rule, todo), of_rule in rules.items():
+        shown += [
+            f"{severity} [{rule}]",
+            *(printable(f"  {each.where}: {each.what}: {each.why}") for each in of_rule[:_SHOWN]),
+        ]
+        shown += [f"  and {len(of_rule) - _SHOWN} more"] * (len(of_rule) > _SHOWN) + [f"  -> {todo}"]
     return shown

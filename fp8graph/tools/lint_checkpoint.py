@@ -149,8 +149,8 @@ def _damage(folder: Path | str) -> Finding | None:
         shards = Shards(path)
     except CheckpointError as error:
         return Finding(
-            rule="damaged", severity="error", where=str(path), problem=str(error).removesuffix("."),
-            do="Download or write the checkpoint again.",
+            rule="damaged", severity="error", where=str(path), what=str(error).removesuffix("."),
+            why="whoever loads it stops there, or reads other numbers", todo="Download or write the checkpoint again.",
         )  # fmt: skip
     values = read_json(path / "config.json") if (path / "config.json").exists() else {}
     if any(values.get(name) for name in ("quantization_config", "compression_config")) or (path / FILE).exists():
@@ -160,9 +160,9 @@ def _damage(folder: Path | str) -> Finding | None:
         return None
     return Finding(
         rule="no-config", severity="error", where=str(path / "config.json"),
-        problem=f"there is no quantization_config, and {len(eight)} tensors are in FP8, like {eight[0]!r}: whoever "
-        "loads it reads codes without their scales",
-        do="Add the quantization_config of the checkpoint that was converted.",
+        what=f"there is no quantization_config, and {len(eight)} tensors are in FP8, like {eight[0]!r}",
+        why="whoever loads it reads codes without their scales",
+        todo="Add the quantization_config of the checkpoint that was converted.",
     )  # fmt: skip
 
 
@@ -182,16 +182,17 @@ def _scale_names(checkpoint: Checkpoint) -> Iterator[Finding]:
             more = f", as are {len(layers) - 1} more" * (len(layers) > 1)
             yield Finding(
                 rule="scale-name", severity="error", where=layers[0],
-                problem=f"its scale is called {name!r}{more}, and loaders of this format look for {right!r} here",
-                do=f"Rename it. It must multiply, as {right!r} does.",
+                what=f"its scale is called {name!r}{more}", why=f"loaders of this format look for {right!r} here",
+                todo=f"Rename it. It must multiply, as {right!r} does.",
             )  # fmt: skip
 
 
 def _form(checkpoint: Checkpoint) -> Iterator[Finding]:
     for problem in checkpoint.problems:
         yield Finding(
-            rule="form", severity="error", where=str(checkpoint.folder), problem=problem,
-            do="Write the checkpoint again with the library that owns its format.",
+            rule="form", severity="error", where=str(checkpoint.folder), what=problem,
+            why="the tensors do not fit the config, or each other",
+            todo="Write the checkpoint again with the library that owns its format.",
         )  # fmt: skip
 
 
@@ -200,15 +201,17 @@ def _of_model(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
         return
     for problem in named_problems(checkpoint, model):
         yield Finding(
-            rule="names", severity="error", where=str(checkpoint.folder), problem=problem,
-            do="Save the model under the names of its class, or correct `architectures` in config.json.",
+            rule="names", severity="error", where=str(checkpoint.folder), what=problem,
+            why="a loader leaves out a tensor that it does not expect, and makes up one that it misses",
+            todo="Save the model under the names of its class, or correct `architectures` in config.json.",
         )  # fmt: skip
     for name, (stored, expected) in shapes_of(checkpoint, model).items():
         if stored != expected:
             yield Finding(
                 rule="shape", severity="error", where=name,
-                problem=f"it is {list(stored)}, and by config.json {list(expected)}",
-                do="Correct the sizes in config.json, or take the tensors of the model that it describes.",
+                what=f"it is {list(stored)}, and by config.json {list(expected)}",
+                why="the config is of another model, or the tensor is",
+                todo="Correct the sizes in config.json, or take the tensors of the model that it describes.",
             )  # fmt: skip
 
 
@@ -231,9 +234,9 @@ def _unlisted(checkpoint: Checkpoint, model: Any) -> Iterator[Finding]:
         if checkpoint.quantization.layer_formats(layer):
             yield Finding(
                 rule="not-listed", severity="error" if is_linear else "warning", where=layer,
-                problem=f"its weight is {info.stored_as}, and by the config it is quantized: whoever loads it will "
-                "read the numbers as codes, or look for a scale",
-                do="Add the layer to the config's list of layers that stay in high precision.",
+                what=f"its weight is {info.stored_as}, and by the config it is quantized",
+                why="whoever loads it will read the numbers as codes, or look for a scale",
+                todo="Add the layer to the config's list of layers that stay in high precision.",
             )  # fmt: skip
 
 
@@ -242,21 +245,23 @@ def _of_cache(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = {name: match for name in checkpoint.others if (match := _CACHE.search(name)) is not None}
     cache = checkpoint.quantization.kv_cache
     strategy = cache.get("strategy", "tensor") if isinstance(cache, Mapping) else "tensor"
-    do = "Calibrate the key-value cache again, or remove its scales."
+    todo = "Calibrate the key-value cache again, or remove its scales."
     for name, match in names.items():
         scales = checkpoint.shards.tensor(name).to(torch.float32)
         if cache is None and scales.numel() != 1:
             continue  # a parameter of the model's attention may be called so
         if bad := int((~scales.isfinite() | (scales <= 0)).sum()):
             text = f"{bad} of its {scales.numel()} numbers are no scale: {_shown(scales)}"
-            yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
+            why = "keys and values are NaN, infinite or zero once they were stored"
+            yield Finding(rule="cache-scale", severity="error", where=name, what=text, why=why, todo=todo)
         elif scales.numel() != 1 and strategy == "tensor":
             text = f"it has {scales.numel()} numbers, and by the config the tensor has one scale"
-            yield Finding(rule="cache-scale", severity="warning", where=name, problem=text, do=do)
+            why = "engines read one of them, or refuse it"
+            yield Finding(rule="cache-scale", severity="warning", where=name, what=text, why=why, todo=todo)
         missing = name[: match.start()] + re.sub(r"[kv](?=_)", lambda one: {"k": "v", "v": "k"}[one[0]], match[0])
         if missing not in checkpoint.shards:
-            text = f"there is no {missing!r}: keys and values have a scale each"
-            yield Finding(rule="cache-scale", severity="error", where=name, problem=text, do=do)
+            text, why = f"there is no {missing!r}", "keys and values have a scale each"
+            yield Finding(rule="cache-scale", severity="error", where=name, what=text, why=why, todo=todo)
 
 
 def _shown(numbers: Tensor) -> str:
@@ -273,8 +278,8 @@ def _tied(checkpoint: Checkpoint) -> Iterator[Finding]:
         if head.shape != table.shape or not torch.equal(head, table):
             yield Finding(
                 rule="tied", severity="warning", where=heads[0],
-                problem=f"config.json ties it to {tables[0]!r}, and its numbers are others: who ties them drops it",
-                do="Set tie_word_embeddings to false, or remove the tensor.",
+                what=f"config.json ties it to {tables[0]!r}, and its numbers are others", why="who ties them drops it",
+                todo="Set tie_word_embeddings to false, or remove the tensor.",
             )  # fmt: skip
 
 
@@ -290,8 +295,9 @@ def _finite(checkpoint: Checkpoint) -> Iterator[Finding]:
         if bad := sum(int((~part.isfinite()).sum()) for part in tensor.flatten().split(_AT_ONCE)):
             yield Finding(
                 rule="not-finite", severity="error", where=name,
-                problem=f"{bad} of {tensor.numel()} numbers are not finite",
-                do="Take the tensor from the model that was quantized.",
+                what=f"{bad} of {tensor.numel()} numbers are not finite",
+                why="they were so before, or they were cast beyond the range of their type",
+                todo="Take the tensor from the model that was quantized.",
             )  # fmt: skip
 
 
@@ -300,8 +306,9 @@ def _scale_problem(layer: str, text: str) -> Finding:
         rule="scale",
         severity="error",
         where=layer,
-        problem=text,
-        do="Quantize the layer again: no weight has such a scale.",
+        what=text,
+        why="no weight has such a scale",
+        todo="Quantize the layer again.",
     )
 
 
@@ -314,28 +321,35 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
     if layer.nan:
         yield Finding(
             rule="nan", severity="error", where=layer.name,
-            problem=f"{layer.nan} of its numbers are NaN: they were cast beyond the range, or the bytes are another "
-            "type's (AMD's E4M3 has 240 where E4M3 has NaN)",
-            do=again,
+            what=f"{layer.nan} of its numbers are NaN",
+            why="they were cast beyond the range, or the bytes are another type's (AMD's E4M3 has 240 where E4M3 has "
+            "NaN)",
+            todo=again,
         )  # fmt: skip
     if not layer.tops.numel():
         yield Finding(
-            rule="zeros", severity="warning", where=layer.name, problem="all of its numbers are zero", do=again
+            rule="zeros",
+            severity="warning",
+            where=layer.name,
+            what="all of its numbers are zero",
+            why="it was never written, or its scale was zero before the cast",
+            todo=again,
         )
         return
     top = float(layer.tops.max())
     if top < _UNSCALED[layer.packed]:
         yield Finding(
             rule="unscaled", severity="error", where=layer.name,
-            problem=f"its largest code is {top:.3g}: it was cast without a scale, and most of its bits are lost",
-            do=again,
+            what=f"its largest code is {top:.3g}",
+            why="it was cast without a scale, and most of its bits are lost",
+            todo=again,
         )  # fmt: skip
     elif layer.saturated > _CLIPPED[layer.packed] and layer.kinds > _FEW:
         yield Finding(
             rule="clipped", severity="error", where=layer.name,
-            problem=f"{100 * layer.saturated:.1f} % of its numbers are the largest code: it was multiplied by too "
-            "large a scale before the cast",
-            do=again,
+            what=f"{100 * layer.saturated:.1f} % of its numbers are the largest code",
+            why="it was multiplied by too large a scale before the cast",
+            todo=again,
         )  # fmt: skip
     elif not layer.packed and layer.fractions and len(layer.tops) >= _SEVERAL:
         most = float(layer.tops.mode().values)
@@ -344,9 +358,9 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
         if share > 0.6 and most in kinds:
             yield Finding(
                 rule="other-type", severity="error", where=layer.name,
-                problem=f"{100 * share:.0f} % of its tiles end at {most:.0f}, where E4M3 ends at 448: its bytes are "
-                f"{kinds[most]}",
-                do="Cast the weight to E4M3, or correct the tensor's type.",
+                what=f"{100 * share:.0f} % of its tiles end at {most:.0f}, where E4M3 ends at 448",
+                why=f"its bytes are {kinds[most]}",
+                todo="Cast the weight to E4M3, or correct the tensor's type.",
             )  # fmt: skip
 
 
@@ -358,9 +372,9 @@ def _short(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
     if share > _SHORT:
         yield Finding(
             rule="range", severity="warning", where=layer.name,
-            problem=f"in {100 * share:.0f} % of its tiles no code reaches {layer.top / 2:.0f}, half of the range: "
-            "their scales are of another tensor, or of an older weight",
-            do="Quantize the weight again: divide each tile by its amax / 448 before the cast.",
+            what=f"in {100 * share:.0f} % of its tiles no code reaches {layer.top / 2:.0f}, half of the range",
+            why="their scales are of another tensor, or of an older weight",
+            todo="Quantize the weight again: divide each tile by its amax / 448 before the cast.",
         )  # fmt: skip
 
 
@@ -368,9 +382,9 @@ def _fractions(layer: Layer, checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.quantization.powers_of_two and layer.fractions:
         yield Finding(
             rule="not-ue8m0", severity="error", where=layer.name,
-            problem=f'{layer.fractions} of its {layer.scales} scales are no powers of two, and scale_fmt is "ue8m0": a '
-            "GPU that takes exponents alone drops the rest, up to half of each scale",
-            do='Round the scales up and quantize again, or set scale_fmt to "float".',
+            what=f'{layer.fractions} of its {layer.scales} scales are no powers of two, and scale_fmt is "ue8m0"',
+            why="a GPU that takes exponents alone drops the rest, up to half of each scale",
+            todo='Round the scales up and quantize again, or set scale_fmt to "float".',
         )  # fmt: skip
 
 
@@ -404,11 +418,11 @@ def _sizes(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding
             elif not plain and not _GAIN[0] <= layer.gain <= _GAIN[1]:
                 text = f"decoded, its RMS is {layer.rms:.2g}, which no trained weight of K = {columns} has"
                 wrong[layer.name] = layer, text
-    do = "Compare the scales with those of the layer's siblings, and write those that it was quantized with."
+    todo = "Compare the scales with those of the layer's siblings, and write those that it was quantized with."
     for name, (layer, text) in wrong.items():
         others = [other for other, _ in wrong.values() if other is not layer] if len(wrong) <= _MANY else []
         cause = _cause(layer, others, usual)
-        yield Finding(rule="decoded-size", severity="error", where=name, problem=text + cause, do=do)
+        yield Finding(rule="decoded-size", severity="error", where=name, what=text, why=cause, todo=todo)
 
 
 def _cause(layer: Layer, others: Sequence[Layer], usual: Mapping[str, float]) -> str:
@@ -416,14 +430,16 @@ def _cause(layer: Layer, others: Sequence[Layer], usual: Mapping[str, float]) ->
     wanted = usual[layer.name]
     inverse, root = layer.code_rms / layer.scale, layer.code_rms * math.sqrt(layer.scale)
     if layer.least == layer.most == 1:
-        return ": its scales are 1"
+        return "its scales are 1"
     for other in others:
         exchanged = _is_near(layer.code_rms * other.scale, wanted) and not _is_near(inverse, wanted)
         if exchanged and _is_near(other.code_rms * layer.scale, usual[other.name]):
-            return f": it has the scales of {other.name!r}, and that one has its"
+            return f"it has the scales of {other.name!r}, and that one has its"
     if _is_near(inverse, wanted, 30.0):
-        return ": its scales are inverted, 1 / scale_inv"
-    return ": its scales are squared, or were applied twice" if _is_near(root, wanted, 30.0) else ""
+        return "its scales are inverted, 1 / scale_inv"
+    if _is_near(root, wanted, 30.0):
+        return "its scales are squared, or were applied twice"
+    return "its scales are not those that it was quantized with"
 
 
 def _is_near(rms: float, usual: float, within: float = 3.0) -> bool:
@@ -449,9 +465,10 @@ def _exchanged(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Fin
             if abs(factor + other) < 0.2 * max(abs(factor), abs(other)):
                 yield Finding(
                     rule="exchanged", severity="error", where=first,
-                    problem=f"its RMS is {math.exp(factor):.2g} times that of its siblings, and that of {second!r} "
-                    f"{math.exp(other):.2g} times: each has the other's scales",
-                    do="Exchange the scales of the two layers.",
+                    what=f"its RMS is {math.exp(factor):.2g} times that of its siblings, and that of {second!r} "
+                    f"{math.exp(other):.2g} times",
+                    why="each has the other's scales",
+                    todo="Exchange the scales of the two layers.",
                 )  # fmt: skip
 
 
@@ -465,24 +482,28 @@ def _copies(layers: Sequence[Layer], checkpoint: Checkpoint) -> Iterator[Finding
             if other is not layer and torch.equal(*(checkpoint.shards.tensor(n).view(torch.uint8) for n in names)):
                 yield Finding(
                     rule="same-bytes", severity="error", where=layer.name,
-                    problem=f"it has the bytes of {other.name!r}", do="Write each layer's own weight.",
+                    what=f"it has the bytes of {other.name!r}", why="one weight was written twice",
+                    todo="Write each layer's own weight.",
                 )  # fmt: skip
 
 
 def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding]:
     """Compare static scales of inputs with those of siblings."""
     given = [layer for layer in layers if layer.input_scale is not None]
-    do = "Calibrate again, with text like what the model will read."
+    todo = "Calibrate again, with text like what the model will read."
     if len(given) > 1 and all(layer.input_scale == 1.0 for layer in given):
-        text = f"the scales of the inputs of all {len(given)} layers are 1: nothing was calibrated"
-        yield Finding(rule="input-scale", severity="warning", where=given[0].name, problem=text, do=do)
+        text, why = f"the scales of the inputs of all {len(given)} layers are 1", "nothing was calibrated"
+        yield Finding(rule="input-scale", severity="warning", where=given[0].name, what=text, why=why, todo=todo)
         return
     least, most = _INPUTS
     odd = {layer.name for layer in given if not least <= (layer.input_scale or math.nan) <= most}
     for layer in given:
         if layer.name in odd and 0 < (layer.input_scale or 0.0) < math.inf:
-            text = f"the scale of its input is {layer.input_scale:.2g}: inverted, or memory that was never written"
-            yield Finding(rule="input-scale", severity="error", where=layer.name, problem=text, do=do)
+            text, why = (
+                f"the scale of its input is {layer.input_scale:.2g}",
+                "inverted, or memory that was never written",
+            )
+            yield Finding(rule="input-scale", severity="error", where=layer.name, what=text, why=why, todo=todo)
     given = [layer for layer in given if layer.name not in odd]
     for of_module in _by_input(given):
         numbers = [layer.input_scale or 0.0 for layer in of_module]
@@ -491,8 +512,9 @@ def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Findin
             usual = statistics.median(numbers)
             far = max(of_module, key=lambda layer: abs(math.log((layer.input_scale or usual) / usual)))
             yield Finding(
-                rule="input-scale", severity="error", where=far.name, do=do,
-                problem=f"the layers of one module that read one tensor have other scales for it: {shown}",
+                rule="input-scale", severity="error", where=far.name, todo=todo,
+                what=f"the layers of one module that read one tensor have other scales for it, {shown}",
+                why="they were calibrated apart, or one is another layer's",
             )  # fmt: skip
     for family in _families(given):
         usual = statistics.median(layer.input_scale or 0.0 for layer in family)
@@ -500,8 +522,9 @@ def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Findin
             scale = layer.input_scale or 0.0
             if len(family) > 2 and not usual / 1e3 <= scale <= usual * 1e3:
                 yield Finding(
-                    rule="input-scale", severity="warning", where=layer.name, do=do,
-                    problem=f"the scale of its input is {scale:.2g}, and that of its siblings {usual:.2g}",
+                    rule="input-scale", severity="warning", where=layer.name, todo=todo,
+                    what=f"the scale of its input is {scale:.2g}, and that of its siblings {usual:.2g}",
+                    why="it was calibrated with other text, or is another layer's",
                 )  # fmt: skip
 
 

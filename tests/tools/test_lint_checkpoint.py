@@ -176,10 +176,10 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
         "cache-scale", "1 of its 1 numbers are no scale: inf",
     ),
     # eleven more
-    "a scale under another name": (renamed(f"{UP}.{SCALE}", f"{UP}.weight_scale"), "scale-name", "'weight_scale', and"),
+    "a scale under another name": (renamed(f"{UP}.{SCALE}", f"{UP}.weight_scale"), "scale-name", "'weight_scale': loaders"),
     "all scales under another name": (
         lambda t, _: t.update({x.replace(SCALE, "weight_scale"): t.pop(x) for x in [*t] if x.endswith(SCALE)}),
-        "scale-name", "'weight_scale', as are 27 more, and loaders",
+        "scale-name", "'weight_scale', as are 27 more: loaders",
     ),
     "scales of two layers are exchanged that differ by 4": (
         lambda t, v: (scales(lambda x: 4 * x, K)(t, v), scales(lambda x: x / 4, Q)(t, v)),
@@ -213,7 +213,7 @@ def test_a_fault_is_found(name: str, exports: Callable[[str], Path], tmp_path: P
     result = changed(exports("FP32 scales"), tmp_path / "faulty", fault)
     first = [each for each in result.findings if each.rule == rule]
     assert first, str(result)
-    assert text in first[0].problem
+    assert text in f"{first[0].what}: {first[0].why}"
     assert bool(result) == all(each.severity != "error" for each in result.findings)
     more = {"decoded-size"} if rule == "unscaled" else {"names"} if rule == "form" else set[str]()
     assert {each.rule for each in result.findings} <= {rule, *more}
@@ -227,13 +227,13 @@ def test_inputs_that_were_not_calibrated(tmp_path: Path) -> None:
 
     (finding,) = changed(tmp_path / "static", tmp_path / "ones", ones).findings
     assert (finding.rule, finding.severity) == ("input-scale", "warning")
-    assert finding.problem == "the scales of the inputs of all 14 layers are 1: nothing was calibrated"
+    assert finding.what == "the scales of the inputs of all 14 layers are 1"
 
 
 @pytest.mark.parametrize(
     ("layer", "scale", "text"),
     [
-        (Q, 0.2, "have other scales for it: k_proj 0.05, q_proj 0.2, v_proj 0.05"),
+        (Q, 0.2, "have other scales for it, k_proj 0.05, q_proj 0.2, v_proj 0.05"),
         (UP, 1e30, "the scale of its input is 1e+30: inverted, or memory that was never written"),
         (UP, 1e-35, "the scale of its input is 1e-35"),
     ],
@@ -243,7 +243,7 @@ def test_an_input_with_a_scale_of_its_own(layer: str, scale: float, text: str, t
     fault = element(f"{layer}.activation_scale", scale)
     (finding,) = changed(tmp_path / "static", tmp_path / "faulty", fault).findings
     assert (finding.rule, finding.severity, finding.where) == ("input-scale", "error", layer)
-    assert text in finding.problem
+    assert text in f"{finding.what}: {finding.why}"
 
 
 def cache(**tensors: Tensor) -> Fault:
@@ -280,7 +280,7 @@ def test_a_cache_scale_per_channel(exports: Callable[[str], Path], tmp_path: Pat
 
     (finding,) = changed(exports("FP32 scales"), tmp_path / "changed", fault).findings
     assert (finding.rule, finding.severity) == ("cache-scale", "warning")
-    assert finding.problem == "it has 64 numbers, and by the config the tensor has one scale"
+    assert finding.what == "it has 64 numbers, and by the config the tensor has one scale"
 
 
 def test_linears_that_nobody_quantizes_need_no_list(exports: Callable[[str], Path], tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_damaged_files(exports: Callable[[str], Path], tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     (finding,) = lint_checkpoint(folder).findings
     assert (finding.rule, finding.severity, finding.where) == ("damaged", "error", str(folder))
-    assert "It is truncated" in finding.problem
+    assert "It is truncated" in finding.what
     assert main(["lint", str(folder)]) == 1
 
 
@@ -354,7 +354,7 @@ def test_every_byte_is_looked_at(exports: Callable[[str], Path], tmp_path: Path)
         result = changed(
             exports("FP32 scales"), tmp_path / str(at), lambda t, _, at=at: t[f"{UP}.weight"].view(-1)[at].fill_(NAN)
         )
-        assert [each.problem[:24] for each in result.findings] == ["1 of its numbers are NaN"]
+        assert [each.what[:24] for each in result.findings] == ["1 of its numbers are NaN"]
 
 
 @pytest.mark.slow
@@ -430,7 +430,7 @@ def test_the_command(exports: Callable[[str], Path], tmp_path: Path, capsys: pyt
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == {"version", "folder", "layers", "compared", "findings"}
     (finding,) = printed["findings"]
-    assert finding.keys() == {"rule", "severity", "where", "problem", "do"}
+    assert finding.keys() == {"rule", "severity", "where", "what", "why", "todo"}
     assert main(["lint", str(tmp_path / "nosuch")]) == 2
 
 
