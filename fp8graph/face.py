@@ -41,6 +41,8 @@ from fp8graph.report import GraphView, Report
 from fp8graph.tools.compare_layers import compare_layers
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_shards, quantized_state
+from fp8graph.tools.findings import Finding
+from fp8graph.tools.lint_model import Lint, lint
 from fp8graph.tools.load import load_checkpoint, update_weights
 from fp8graph.tools.package import package
 from fp8graph.tools.quantize_weights import quantize_weights
@@ -56,6 +58,7 @@ __all__ = [
     "CollectiveRecord",
     "ConfigError",
     "DelayedScaling",
+    "Finding",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8RowwiseScaling",
@@ -65,6 +68,7 @@ __all__ = [
     "GemmRecord",
     "GraphView",
     "KernelRecord",
+    "Lint",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Policy",
@@ -87,6 +91,7 @@ __all__ = [
     "compile",
     "explain",
     "export",
+    "lint",
     "load_checkpoint",
     "lower",
     "models",

@@ -5,18 +5,23 @@ An entry carries bytes along, and its key leaves out some state. Its partitioner
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.compat.distributed import SHARD
+from fp8graph.compat.dynamo import source_name
+from fp8graph.compat.fakes import running_a_graph
 
 # A name in AOTAutograd's metadata of the graph: torch pickles that into its entry, with whatever else it holds.
 _NAME: Final = "fp8graph"
@@ -40,6 +45,18 @@ def is_part_of_subclass(placeholder: fx.Node) -> bool:
     """Whether a graph's input is one of the tensors that a tensor subclass holds; a DTensor's shard is the whole."""
     desc = placeholder.meta.get("desc")
     return isinstance(desc, SubclassGetAttrAOTInput) and desc.attr != SHARD
+
+
+def input_part(placeholder: fx.Node) -> tuple[int, tuple[str, ...]] | None:
+    """The position of an input among Dynamo's, and the attributes that lead from there to the tensor that it is.
+
+    The latter are those of tensor subclasses.
+    """
+    desc, attributes = placeholder.meta.get("desc"), list[str]()
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        attributes.insert(0, desc.attr)
+        desc = desc.base
+    return (desc.idx, tuple(attributes)) if isinstance(desc, PlainAOTInput) else None
 
 
 def set_input_position(placeholder: fx.Node, position: int) -> None:
@@ -101,3 +118,48 @@ def state_that_decides() -> tuple[Any, ...]:
     devices: list[str] = torch._C._autocast_supported_devices()
     casts = {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
     return sorted(casts.items()), torch.get_default_dtype()
+
+
+def keeping(graphs: list[tuple[fx.Graph, list[str]]]) -> Callable[..., Any]:
+    """A backend that compiles nothing: it adds each graph, forward and backward in one, with its inputs' sources."""
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = [source_name(node) for node in module.graph.find_nodes(op="placeholder")]
+
+        def keep(graph_module: fx.GraphModule) -> None:
+            graph, copy, copies = graph_module.graph, fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
+            (output,) = graph.find_nodes(op="output")
+            results = copy.graph_copy(graph, copies)
+            copy.output(results).meta = dict(output.meta)
+            for node in graph.find_nodes(op="get_attr"):
+                constant = getattr(graph_module, str(node.target), None)
+                constant = getattr(constant, "constant", constant)  # of a fake tensor
+                copies[node].meta["constant"] = constant if type(constant) is torch.Tensor else None
+            graphs.append((copy, names))
+
+        def run(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                with running_a_graph():
+                    return graph_module.forward(*args)
+
+            return cast(Any, make_boxed_func)(call)
+
+        def infer(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            keep(graph_module)
+            return run(graph_module, _inputs)
+
+        def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+            keep(joint)
+            return default_partition(joint, joint_inputs, **options)
+
+        compile_: Any = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
+        return cast("Callable[..., Any]", compile_(module, inputs))
+
+    return backend
+
+
+def updated_inputs(graph: fx.Graph) -> set[int]:
+    """The positions of the inputs that a graph of AOTAutograd writes."""
+    (output,) = graph.find_nodes(op="output")
+    mutated = (getattr(each, "mutated_input", None) for each in output.meta.get("desc") or ())
+    return {each.idx for each in mutated if isinstance(each, PlainAOTInput)}

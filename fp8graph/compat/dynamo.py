@@ -17,7 +17,7 @@ from torch import fx
 from torch._dynamo import compiled_autograd, device_interface
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
+from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
@@ -30,6 +30,7 @@ _CALLS: Final = str(cast(Any, torch._dynamo).eval_frame.__file__)  # has the fun
 _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
 # what the code of a model raises for inputs that it cannot take: by itself, and in a graph on fake tensors
 ERRORS_OF_MODELS: Final = (TypeError, TorchRuntimeError)
+NOT_TRACED: Final = BackendCompilerFailed  # by a backend that only traces: an op without a backward, or without a fake
 P = ParamSpec("P")
 R = TypeVar("R")
 

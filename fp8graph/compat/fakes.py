@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, cast
 from unittest import mock
 
@@ -16,12 +16,49 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 from fp8graph.compat.ops import pytree
+
+
+class WatchfulFakeMode(FakeTensorMode):
+    """A fake mode that tells which ops run outside of compiled code, where Dynamo did not trace.
+
+    Args:
+        tell: called with such an op before it runs.
+    """
+
+    def __init__(self, tell: Callable[[Any], object]) -> None:
+        super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._tell = tell
+        self.in_graph = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.in_graph or TracingContext.try_get() is not None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._tell(func)
+        self.in_graph = True  # the ops that this one consists of
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.in_graph = False
+
+
+@contextlib.contextmanager
+def running_a_graph() -> Generator[None]:
+    """Note that what runs inside is compiled code, for a :class:`WatchfulFakeMode` that is active."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, WatchfulFakeMode)]
+    for mode in modes:
+        mode.in_graph = True
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.in_graph = False
 
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:

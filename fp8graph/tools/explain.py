@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import uncompiled_copy
 from fp8graph.backend.inductor_passes import compile_dialect, run_eagerly
-from fp8graph.compat import aot, dynamo, wrappers
+from fp8graph.compat import aot, dynamo, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError, expect
@@ -140,17 +141,28 @@ class Generating(Backend):
 @torch.inference_mode(False)  # whatever runs around explain(), or around what its report loads later
 def trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
     """Compiled code is freed with the model on fake tensors; the report keeps the rows and texts that it shows."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    fake_model = uncompiled_copy(model, lambda x: _fake(x, mode))
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
-    with mode, torch.set_grad_enabled(training), dynamo.as_if_called_first(), aot.backward_at_once():
+    with fakes_of(model, args, kwargs, training) as (fake_model, fake_args, fake_kwargs), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
     return backend.report
+
+
+@contextlib.contextmanager
+def fakes_of(
+    model: nn.Module, args: Any, kwargs: Any, training: bool, mode: FakeTensorMode | None = None
+) -> Generator[tuple[nn.Module, Any, Any]]:
+    """A copy of a model and its inputs on fake tensors, and around them what a compilation needs that only traces."""
+    mode = mode or FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake_model = uncompiled_copy(model, lambda x: _fake(x, mode))
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
+    with mode, torch.set_grad_enabled(training), dynamo.as_if_called_first():
+        yield fake_model, fake_args, fake_kwargs
 
 
 def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     if isinstance(x, FakeTensor):
         return x
+    if fakes.wrapped_tensors(x) and x.device.type != "meta":
+        return mode.from_tensor(x, static_shapes=True)
     # a meta model does not trace like a real one (attention decomposes, caches fail): trace it as a CPU model
     device = torch.device("cpu") if x.device.type == "meta" else x.device
     with mode:

@@ -1,0 +1,1 @@
+"""The scales of low-precision products, followed through a graph: ``flow.faults``."""

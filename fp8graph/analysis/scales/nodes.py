@@ -1,0 +1,84 @@
+"""Questions about the nodes of a graph in which scales are followed: shapes and types, and whether one is a scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8graph.analysis.scales.exponents import LARGEST
+from fp8graph.analysis.scales.ops import CLAMPS, MOVES, SAME, aten
+from fp8graph.analysis.scales.states import FP8
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    val = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return val.dtype if isinstance(val, Tensor) else None
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def numel(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return math.prod(int(s) if isinstance(s, int) else 1 << 20 for s in val.shape) if isinstance(val, Tensor) else 0
+
+
+def ndim(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.ndim if isinstance(val, Tensor) else 0
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_small(node: fx.Node) -> bool:
+    vals = node.meta.get("val")
+    vals = vals if isinstance(vals, (tuple, list)) else [vals]
+    return all(
+        not isinstance(val, Tensor)
+        or all(isinstance(s, int) for s in val.shape)
+        and math.prod(val.shape) <= LARGEST >> 4
+        for val in vals
+    )
+
+
+def takes_largest(node: fx.Node) -> bool:
+    if node.target in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim):
+        return len(node.args) > 1 and bool(node.args[1] == math.inf)
+    return True
+
+
+def decodes(node: Any) -> bool:
+    """Whether a node is FP8 bytes as numbers of another type, or a view of them."""
+    while isinstance(node, fx.Node):
+        if dtype_of(node) in FP8:
+            return True
+        if node.op != "call_function" or not (node.target in SAME or node.target in MOVES):
+            return False
+        node = node.args[0]
+    return False
+
+
+def is_table(node: fx.Node) -> bool:
+    return any(user.target in (aten.slice.Tensor, aten.select.int, aten.index.Tensor) for user in node.users)
+
+
+def leads_to_cast(node: fx.Node) -> bool:
+    """Whether nothing but a cast to FP8 reads a node, through clamps, views and casts."""
+    waiting, casts = [node], 0
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op != "call_function" or not (
+                user.target in SAME or user.target in CLAMPS or user.target in MOVES or user.target is aten.add.Tensor
+            ):
+                return False
+            if dtype_of(user) in FP8:
+                casts += 1
+            else:
+                waiting.append(user)
+    return casts > 0

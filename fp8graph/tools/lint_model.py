@@ -1,0 +1,229 @@
+"""``fp8graph.lint``: says what is wrong with the low-precision products of a model, whoever made it.
+
+The model is traced on fake tensors, forward and backward. Nothing is compiled and nothing is rewritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8graph.analysis.scales.flow import faults as faults_of
+from fp8graph.analysis.scales.ops import OPERANDS
+from fp8graph.analysis.scales.states import Fault, Product, Source
+from fp8graph.compat import aot, dynamo, wrappers
+from fp8graph.compat.fakes import WatchfulFakeMode
+from fp8graph.errors import expect
+from fp8graph.ir.naming import split_source
+from fp8graph.ir.nodes import backward_nodes, module_path
+from fp8graph.libraries import adopt
+from fp8graph.tools.explain import InputsError, fakes_of
+from fp8graph.tools.findings import Finding, counted, in_order, lines
+
+_READ: Final = 1 << 20  # elements of a scale whose numbers are looked at
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRow:
+    """One op that multiplies matrices."""
+
+    layer: str  #: the full name of its module, "" at the root
+    op: str  #: torch's name
+    direction: str  #: "forward" or "backward"
+    operands: tuple[str, ...]  #: the type that each operand was cast to last
+    scales: tuple[str, ...]  #: of a scaled product, where its scales come from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lint:
+    """The findings of :func:`lint`, and every product of the model. It is true if there is no error."""
+
+    findings: tuple[Finding, ...]
+    products: tuple[ProductRow, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that change results."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __bool__(self) -> bool:
+        return not self.errors
+
+    def __str__(self) -> str:
+        low = sum(any("float8" in x or "float4" in x for x in product.operands) for product in self.products)
+        products = f"{len(self.products)} product{'s' * (len(self.products) != 1)}"
+        return "\n".join([f"{products}, {low} in low precision: {counted(self.findings)}", *lines(self.findings)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "products": [dataclasses.asdict(product) for product in self.products],
+        }
+
+
+_DO: Final = {
+    "scale-lost": "Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
+    "scale-constant-1": "Divide the tensor by its amax / 448 before the cast, and hand that to the product.",
+    "scale-inverted": "Cast x * s and multiply the product by 1 / s, or cast x / s and multiply by s.",
+    "scale-twice": "Apply the scale once: in the product, or after it.",
+    "scale-swapped": "Give each operand of the product its own scale.",
+    "scale-foreign": "Compute the scale from the tensor that is cast.",
+    "scale-axis": "Use scales that are constant along the contraction, or one product for each of its blocks.",
+    "scale-stale": "Compute the scale and the bytes from the same weight, at the same time.",
+    "no-saturation": "Clamp to the range of the type before the cast: beyond it, E4M3 may be NaN.",
+    "format": "Read bytes as the type that they were cast to.",
+    "bytes-transposed": "Transpose with .t(), which keeps each number's row and column.",
+    "opaque": "Check this op by its own library's tests.",
+    "not-traced": "See TORCH_LOGS=graph_breaks: these products were not looked at.",
+    "no-backward": "Pass training=False for a model that only serves. Only its forward was looked at.",
+    "scale-value": "Write the scale again, from the weight.",
+}
+
+
+def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: Any) -> Lint:
+    """Trace ``model(*args, **kwargs)`` on fake tensors and say what is wrong with its low-precision products.
+
+    The model may be anybody's: torchao's, a library's FP8 layers, ``torch._scaled_mm`` by hand. Every scale is followed
+    from the cast to the product that undoes it. Nothing is compiled, and a GPU is not needed. Of the model's numbers,
+    only stored FP8 weights and their scales are read, and a model on the meta device has none.
+
+    Args:
+        model: any module; a compiled one is unwrapped.
+        args, kwargs: the inputs of one call; only the shapes and dtypes of tensors matter.
+        training: trace forward and backward, or forward alone under ``no_grad``. Default: training if gradients are
+            enabled here and some parameter requires one; forward alone, and a finding, if backward cannot be traced.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for inputs with which the model does not run.
+    """
+    expect("lint", "model", model, nn.Module, "a model, an nn.Module")
+    model = wrappers.original_module(model)
+    findings: list[Finding] = []
+    products: list[ProductRow] = []
+    outside: Counter[str] = Counter()
+
+    def tell(op: Any) -> None:
+        if op in OPERANDS:
+            outside[str(op).removesuffix(".default")] += 1
+
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    try:
+        graphs = traced(model, args, kwargs, trains if training is None else training, tell)
+    except InputsError as error:
+        if training is not None or not trains or not isinstance(error.__cause__, dynamo.NOT_TRACED):
+            raise
+        outside.clear()
+        graphs = traced(model, args, kwargs, training=False, tell=tell)
+        reason = str(error.__cause__).splitlines()[1:2] or [""]
+        text = f"backward cannot be traced: {reason[0]}"
+        findings.append(_found("no-backward", "info", type(model).__name__, text))
+    for graph, sources in graphs:
+        faults, rows = faults_of(graph, sources)
+        backward = backward_nodes(graph)
+        findings += [_finding(fault, sources, fault.node in backward) for fault in faults]
+        findings += _values(sources)
+        products.extend(_row(product, product.node in backward) for product in rows)
+    for op, count in outside.items():
+        text = f"{count} {op} outside of the graphs that Dynamo traced"
+        findings.append(_found("not-traced", "info", type(model).__name__, text))
+    return Lint(findings=tuple(in_order(dict.fromkeys(findings))), products=tuple(products))
+
+
+@torch.inference_mode(False)
+def traced(
+    model: nn.Module, args: Any, kwargs: Any, training: bool, tell: Callable[[Any], object] = id
+) -> list[tuple[fx.Graph, dict[fx.Node, Source]]]:
+    """The graphs of a model, forward and backward in one if it trains, and the tensors of the model in each.
+
+    Args:
+        tell: called with each op that runs outside of them.
+    """
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    graphs: list[tuple[fx.Graph, list[str]]] = []
+    try:
+        mode = WatchfulFakeMode(tell)
+        with (
+            fakes_of(model, args, kwargs, training, mode) as (fake_model, fake_args, fake_kwargs),
+            aot.backward_at_once(),
+        ):
+            adopt(fake_model)  # layers whose kernels run on a GPU alone are traced as what they compute
+            torch.compile(fake_model, backend=aot.keeping(graphs))(*fake_args, **fake_kwargs)
+    except (*dynamo.ERRORS_OF_MODELS, dynamo.NOT_TRACED) as error:
+        name, reason = type(model).__name__, " ".join(str(error).split())[:400]
+        raise InputsError(f"lint(model, ...): {name} does not run with these inputs. {reason}") from error
+    return [(graph, _sources(graph, names, tensors)) for graph, names in graphs]
+
+
+def _sources(graph: fx.Graph, names: Sequence[str], tensors: dict[str, Tensor]) -> dict[fx.Node, Source]:
+    updated = aot.updated_inputs(graph)
+    sources: dict[fx.Node, Source] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        part = aot.input_part(node)
+        if part is None or part[0] >= len(names):
+            continue
+        position, attributes = part
+        name = split_source(names[position])[1] or names[position]
+        name = ".".join([name, *attributes])
+        tensor = _tensor_at(name, tensors)
+        trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        sources[node] = Source(name, trains, position in updated, _readable(tensor))
+    return sources
+
+
+def _tensor_at(name: str, tensors: dict[str, Tensor]) -> Any:
+    """A parameter or buffer, or one that such a tensor holds as an attribute."""
+    if name in tensors or "." not in name:
+        return tensors.get(name)
+    whole, _, attribute = name.rpartition(".")
+    return getattr(_tensor_at(whole, tensors), attribute, None)
+
+
+def _readable(tensor: Tensor | None) -> Tensor | None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor is not None and tensor.device.type != "meta"
+    return tensor.detach() if plain and tensor is not None else None
+
+
+def _values(sources: dict[fx.Node, Source]) -> Iterator[Finding]:
+    """The faults of the numbers of scales that are buffers."""
+    for source in sources.values():
+        x = source.tensor
+        if x is None or "scale" not in source.leaf or not x.is_floating_point() or x.numel() > _READ:
+            continue
+        scales = x.float()
+        if not bool(torch.isfinite(scales).all()) or bool((scales <= 0).any()):
+            yield _found("scale-value", "error", source.name, "a scale that is not a positive number")
+
+
+def _finding(fault: Fault, sources: dict[fx.Node, Source], backward: bool) -> Finding:
+    layer = split_source(module_path(fault.node))[1]
+    where = f"{layer or 'the model'}, {fault.node.name}" + (" (backward)" if backward else "")
+    if fault.node in sources:
+        where = sources[fault.node].name
+    return _found(fault.rule, fault.severity, where, fault.text)
+
+
+def _found(rule: str, severity: str, where: str, text: str) -> Finding:
+    return Finding(rule=rule, severity=severity, where=where, problem=text, do=_DO[rule])
+
+
+def _row(product: Product, backward: bool) -> ProductRow:
+    return ProductRow(
+        layer=split_source(module_path(product.node))[1],
+        op=str(product.node.target).removesuffix(".default"),
+        direction="backward" if backward else "forward",
+        operands=product.operands,
+        scales=product.scales,
+    )

@@ -1,0 +1,238 @@
+"""Correct low-precision modules, as people write them by hand: a scale is applied once to a cast, once to a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+
+
+def cast(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """``x`` in FP8, and the scale that it is multiplied by: of all of it, or constant along ``dim``."""
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = LARGEST[dtype] / amax.float().clamp(min=1e-12)
+    return (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scale
+
+
+def power_of_2(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with a scale that is rounded down to a power of two."""
+    scale = torch.exp2(torch.floor(torch.log2(448.0 / x.abs().amax(1, keepdim=True).float().clamp(min=1e-12))))
+    return (x.float() * scale).to(E4M3), scale
+
+
+def product(a: Tensor, b: Tensor, a_inv: Tensor, b_inv: Tensor) -> Tensor:
+    return torch._scaled_mm(a, b, scale_a=a_inv, scale_b=b_inv, out_dtype=torch.bfloat16)
+
+
+class _Tensorwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        (xq, xs), (wq, ws) = cast(x), cast(w)
+        return product(xq, wq.t(), xs.reciprocal(), ws.reciprocal())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,), (x, w) = grad_outputs, ctx.saved_tensors
+        (xq, xs), (wq, ws), (dq, ds) = cast(x), cast(w), cast(dy, E5M2)
+        dx = product(dq, wq.t().contiguous().t(), 1 / ds, 1 / ws)
+        dw = product(dq.t().contiguous(), xq.t().contiguous().t(), 1 / ds, 1 / xs)
+        return dx, dw
+
+
+class _Rowwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        (xq, xs), (wq, ws) = cast(x, dim=1), cast(w, dim=1)
+        return product(xq, wq.t(), 1 / xs, (1 / ws).t())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,), (x, w) = grad_outputs, ctx.saved_tensors
+        (dq, ds), (wq, ws) = cast(dy, dim=1), cast(w, dim=0)
+        dx = product(dq, wq.t().contiguous().t(), 1 / ds, 1 / ws)
+        return dx, dy.t() @ x
+
+
+def tensorwise(x: Tensor, w: Tensor) -> Tensor:
+    """All three products in FP8, one scale for each tensor."""
+    return _Tensorwise.apply(x, w)
+
+
+def rowwise(x: Tensor, w: Tensor) -> Tensor:
+    """One scale for each row of the operands; wgrad in high precision."""
+    return _Rowwise.apply(x, w)
+
+
+class Linear(nn.Module):
+    """One weight, and a function of the input and the weight."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: int = 64, outputs: int = 128) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).bfloat16() * 0.02)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def decoded(x: Tensor, w: Tensor) -> Tensor:
+    """Both operands are cast and decoded before the product, as in emulations."""
+    (xq, xs), (wq, ws) = cast(x.detach(), dim=1), cast(w.detach(), dim=1)
+    return (xq.float() / xs).bfloat16() @ (wq.float() / ws).bfloat16().t()
+
+
+def multiplied_after(x: Tensor, w: Tensor) -> Tensor:
+    """The product of the codes, multiplied by both scales."""
+    (xq, xs), (wq, ws) = power_of_2(x.detach()), cast(w.detach())
+    return ((xq.bfloat16() @ wq.bfloat16().t()).float() / xs / ws).bfloat16()
+
+
+def in_tiles(x: Tensor, w: Tensor) -> Tensor:
+    """Tiles of 1x32 of x and of 32x32 of w, one product for each of them along the contraction."""
+    rows, columns = x.shape
+    outputs = w.shape[0]
+    x3 = x.detach().float().view(rows, columns // 32, 32)
+    xs = x3.abs().amax(2, keepdim=True).clamp(min=1e-4) / 448
+    xq = (x3 / xs).to(E4M3)
+    w4 = w.detach().float().view(outputs // 32, 32, columns // 32, 32)
+    ws = w4.abs().amax((1, 3), keepdim=True) / 448
+    wq = (w4 / ws).to(E4M3).view(outputs, columns)
+    y = x.new_zeros(rows, outputs, dtype=torch.float32)
+    for i in range(columns // 32):
+        part = xq[:, i].float() @ wq[:, i * 32 : i * 32 + 32].float().t()
+        y = y + part * xs[:, i] * ws[:, 0, i].expand(-1, 32).reshape(1, -1)
+    return y.bfloat16()
+
+
+def fake_quantized(x: Tensor, w: Tensor) -> Tensor:
+    """A straight-through estimator: FP8's rounding forward, none backward."""
+    q, scale = cast(w.detach())
+    rounded = w + (q.to(w.dtype) * (1 / scale).to(w.dtype) - w).detach()
+    return functional.linear(x, rounded)
+
+
+def e8m0(x: Tensor, w: Tensor) -> Tensor:
+    """Scales with an exponent alone, found in the bits of the amax."""
+    exponent = (x.detach().abs().amax(1, keepdim=True).float().view(torch.int32) >> 23) & 255
+    xs = (exponent << 23).view(torch.float32) / 256
+    xq = (x.detach().float() / xs).clamp(-448, 448).to(E4M3)
+    wq, ws = cast(w.detach(), dim=1)
+    return product(xq, wq.t(), xs, (1 / ws).t())
+
+
+class Delayed(nn.Module):
+    """Scales of the steps before, in buffers that each step updates."""
+
+    amax_history: Tensor
+    scale: Tensor
+    scale_inv: Tensor
+
+    def __init__(self, inputs: int = 64, outputs: int = 128) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).bfloat16() * 0.02)
+        self.register_buffer("amax_history", torch.ones(4))
+        self.register_buffer("scale", torch.full((), 100.0))
+        self.register_buffer("scale_inv", torch.full((), 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        xq = (x * self.scale).clamp(-448, 448).to(E4M3)
+        wq, ws = cast(self.weight.detach())
+        y = product(xq, wq.t(), self.scale_inv, 1 / ws)
+        with torch.no_grad():
+            history = torch.cat([x.abs().amax().float().reshape(1), self.amax_history[:-1]])
+            scale = 448 / history.amax()
+            self.amax_history.copy_(history)
+            self.scale.copy_(scale)
+            self.scale_inv.copy_(1 / scale)
+        return y
+
+
+class Stored(nn.Module):
+    """FP8 bytes with one scale, one for each row or one for each block; the input's scale is of now or calibrated."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_scale_inv: Tensor
+    input_scale: Tensor | None
+
+    def __init__(self, kind: str, *, static: bool = False, inputs: int = 64, outputs: int = 128) -> None:
+        super().__init__()
+        w = torch.randn(outputs, inputs) * 0.02
+        self.kind = kind
+        if kind == "block":
+            blocks = w.view(outputs // 32, 32, inputs // 32, 32)
+            inv = blocks.abs().amax((1, 3), keepdim=True) / 448
+            self.register_buffer("weight", (blocks / inv).to(E4M3).view(outputs, inputs))
+            self.register_buffer("weight_scale_inv", inv[:, 0, :, 0].clone())
+        else:
+            q, scale = cast(w, dim=1 if kind == "row" else None)
+            self.register_buffer("weight", q)
+            self.register_buffer("weight_scale", 1 / scale)
+        self.register_buffer("input_scale", torch.tensor(0.02) if static else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "block":
+            inv = self.weight_scale_inv.repeat_interleave(32, 0).repeat_interleave(32, 1)
+            return functional.linear(x, (self.weight.float() * inv).to(x.dtype))
+        if self.input_scale is not None:
+            xq, inv = (x / self.input_scale).clamp(-448, 448).to(E4M3), self.input_scale
+        else:
+            xq, scale = cast(x, dim=1 if self.kind == "row" else None)
+            inv = 1 / scale
+        return product(xq, self.weight.t(), inv, self.weight_scale.t() if self.kind == "row" else self.weight_scale)
+
+
+class Attention(nn.Module):
+    """Scores of FP8 queries and keys, one scale for each head."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (qs, ks) = (448 / x.abs().amax((1, 2), keepdim=True).float() for x in (q, k))
+        qq, kq = ((x * s).to(E4M3).bfloat16() for x, s in ((q, qs), (k, ks)))
+        scores = (qq @ kq.transpose(1, 2)) / (qs * ks)
+        return scores.softmax(-1).to(v.dtype) @ v
+
+
+def _with(model: nn.Module, *, training: bool = True, shape: tuple[int, ...] = (32, 64)) -> Any:
+    return lambda: (model, (torch.randn(shape).bfloat16(),), training)
+
+
+def _attention() -> Any:
+    return Attention(), tuple(torch.randn(4, 16, 32).bfloat16() for _ in range(3)), False
+
+
+def _stack() -> nn.Module:
+    return nn.Sequential(
+        Linear(tensorwise), nn.GELU(), Linear(rowwise, 128, 64), nn.ReLU(), nn.Linear(64, 64).bfloat16()
+    )
+
+
+PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool]]]] = {
+    "tensorwise": _with(Linear(tensorwise)),
+    "rowwise": _with(Linear(rowwise)),
+    "square rowwise": _with(Linear(rowwise, 64, 64), shape=(64, 64)),
+    "square decoded": _with(Linear(decoded, 64, 64), training=False, shape=(64, 64)),
+    "square multiplied after": _with(Linear(multiplied_after, 64, 64), training=False, shape=(64, 64)),
+    "stack": _with(_stack()),
+    "decoded": _with(Linear(decoded), training=False),
+    "multiplied after": _with(Linear(multiplied_after), training=False),
+    "tiles": _with(Linear(in_tiles), training=False),
+    "fake quantized": _with(Linear(fake_quantized)),
+    "e8m0": _with(Linear(e8m0), training=False),
+    "delayed": _with(Delayed(), training=False),
+    "stored": _with(Stored("tensor"), training=False),
+    "stored static": _with(Stored("tensor", static=True), training=False),
+    "stored rows": _with(Stored("row"), training=False),
+    "stored blocks": _with(Stored("block"), training=False),
+    "two stored": _with(
+        nn.Sequential(Stored("row"), nn.GELU(), Stored("tensor", static=True, inputs=128, outputs=64)), training=False
+    ),
+    "attention": _attention,
+}

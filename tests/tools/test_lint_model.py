@@ -1,0 +1,385 @@
+"""fp8graph.lint raises nothing for correct programs, whoever wrote them, and finds the faults of wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import fp8graph
+from fp8graph import ConfigError
+from fp8graph.analysis.scales.flow import faults
+from fp8graph.analysis.scales.states import Source
+from fp8graph.passes.lower import lower_for_torch_alone
+from fp8graph.tools.lint_model import traced
+from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, decoded, product
+from low_precision_mutants import mutants
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def _start() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+def rules(lint: fp8graph.Lint) -> list[str]:
+    return [finding.rule for finding in lint]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_correct_program_raises_nothing(name: str) -> None:
+    model, args, training = PROGRAMS[name]()
+    lint = fp8graph.lint(model, *args, training=training)
+    assert list(lint) == []
+    assert any("float8" in operand for row in lint.products for operand in row.operands)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchao_training_raises_nothing(recipe: str, emulate: bool) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
+    float8.convert_to_float8_training(model, config=config)
+    lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16())
+    assert list(lint) == []
+    low = [row for row in lint.products if "float8" in " ".join(row.operands)]
+    assert (len(low), len(lint.products)) == (3 if recipe == "rowwise_with_gw_hp" else 5, 5)
+
+
+def torchao_weights() -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16()
+    quantization.quantize_(model, quantization.Float8WeightOnlyConfig())
+    return model
+
+
+def test_torchao_weights_raise_nothing() -> None:
+    lint = fp8graph.lint(torchao_weights(), torch.randn(32, 64).bfloat16(), training=False)
+    assert list(lint) == []
+    assert [row.operands for row in lint.products] == [("bfloat16", "float8_e4m3fn")] * 2
+
+
+def test_a_torchao_weight_without_its_scale_is_an_error() -> None:
+    model: Any = torchao_weights()
+    model[0].weight.scale.fill_(1.0)
+    (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
+    assert (finding.rule, finding.severity, finding.where) == ("scale-lost", "error", "0.weight.qdata")
+
+
+def transformers_linear(factor: float = 1.0) -> nn.Module:
+    layers = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    layer = layers.FP8Linear(128, 256, block_size=(128, 128))
+    weight = torch.randn(256, 128) * 0.02
+    inv = weight.view(2, 128, 1, 128).abs().amax((1, 3)) / 448
+    with torch.no_grad():
+        layer.weight.copy_(weight / inv.repeat_interleave(128, 0))
+        layer.weight_scale_inv.copy_(inv**factor)
+    return nn.Sequential(layer)
+
+
+def test_a_linear_of_transformers_raises_nothing() -> None:
+    lint = fp8graph.lint(transformers_linear(), torch.randn(32, 128).bfloat16(), training=False)
+    assert list(lint) == []
+    assert [row.operands for row in lint.products] == [("bfloat16", "float8_e4m3fn")]
+
+
+def test_an_inverted_scale_of_transformers_is_an_error() -> None:
+    (finding,) = fp8graph.lint(transformers_linear(-1.0), torch.randn(32, 128).bfloat16(), training=False)
+    assert finding.rule == "scale-inverted"
+
+
+@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_compressed_tensors_raises_nothing(preset: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
+    quantization.apply_quantization_config(model, quantization.QuantizationConfig(config_groups={"group_0": scheme}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("_scale"):
+            parameter.data.fill_(0.001)
+    lint = fp8graph.lint(model, torch.randn(32, 128).bfloat16(), training=False)
+    assert rules(lint) == ["not-traced"]  # it calls the linears from a frame that Dynamo skips
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+def test_our_own_arithmetic_raises_nothing(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    policy = fp8graph.Policy([], default=recipe, min_speedup=0)
+    report = fp8graph.explain(model, torch.randn(128, 128).bfloat16(), policy=policy)
+    graph = report.graphs[0].module.graph
+    lower_for_torch_alone(graph)
+    sources = {node: Source(node.name) for node in graph.find_nodes(op="placeholder")}
+    raised, products = faults(graph, sources)
+    assert raised == []
+    assert sum("float8" in operand for row in products for operand in row.operands) >= 6
+
+
+# Faults, each in one module.
+
+
+def inverse_forgotten(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, _) = cast(x), cast(w)
+    return product(xq, wq.t(), xs.reciprocal(), torch.ones(()))
+
+
+def scales_not_inverted(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x), cast(w)
+    return product(xq, wq.t(), xs, 1 / ws)
+
+
+def applied_twice(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x), cast(w)
+    return product(xq, wq.t(), 1 / xs, 1 / ws) * (1 / ws)
+
+
+def exchanged(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, _) = cast(x), cast(w)
+    return product(xq, wq.t(), 1 / xs, 1 / xs)
+
+
+def scale_of_another_tensor(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), ws = cast(x), 448 / w.abs().amax().float()
+    wq, xs = (w * xs).clamp(-448, 448).to(E4M3), xs
+    return product(xq, wq.t(), 1 / xs, 1 / xs) + ws.bfloat16() * 0
+
+
+def along_the_contraction(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x, dim=0), cast(w, dim=1)  # [1, k]: that of columns
+    y = xq.bfloat16() @ wq.bfloat16().t()
+    return y / xs.mean() / ws.t()
+
+
+def for_columns_instead_of_rows(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x, dim=1), cast(w)  # x has as many rows as w
+    return (xq.bfloat16() @ wq.bfloat16().t()) / xs.t() / ws
+
+
+def read_as_e5m2(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x), cast(w)
+    return product(xq, wq.view(torch.uint8).view(E5M2).t(), 1 / xs, 1 / ws)
+
+
+def viewed_instead_of_transposed(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xs), (wq, ws) = cast(x), cast(w)
+    wt = wq.view(w.shape[1], w.shape[0])
+    return xq.bfloat16() @ wt.bfloat16() / xs / ws
+
+
+def without_a_scale(x: Tensor, w: Tensor) -> Tensor:
+    one = torch.ones(())
+    return product(x.to(E4M3), w.to(E4M3).t(), one, one)
+
+
+class InvertedInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,), (x, w) = grad_outputs, ctx.saved_tensors
+        (dq, ds), (wq, ws) = cast(dy, E5M2), cast(w)
+        return product(dq, wq.t().contiguous().t(), ds.reciprocal(), ws), dy.t() @ x
+
+
+class Faulty(Stored):
+    """A stored weight whose scale ``change`` alters before the product."""
+
+    def __init__(self, kind: str, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(kind, static=True)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.input_scale is not None
+        xq = (x / self.input_scale).clamp(-448, 448).to(E4M3)
+        return product(xq, self.weight.t(), self.input_scale, self.change(self.weight_scale))
+
+
+class CastAgain(Stored):
+    """The weight is quantized anew, and its scale is that of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__("tensor")
+        self.master = nn.Parameter(torch.randn(128, 64).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        (xq, xs), (wq, _) = cast(x), cast(self.master.detach())
+        return product(xq, wq.t(), 1 / xs, self.weight_scale)
+
+
+class LiveScale(CastAgain):
+    """The bytes are those of the checkpoint, and the scale is that of the weight now."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (xq, xs), (_, ws) = cast(x), cast(self.master.detach())
+        return product(xq, self.weight.t(), 1 / xs, 1 / ws)
+
+
+class Unclamped(Delayed):
+    def forward(self, x: Tensor) -> Tensor:
+        (wq, ws) = cast(self.weight.detach())
+        return product((x * self.scale).to(E4M3), wq.t(), self.scale_inv, 1 / ws)
+
+
+class Cache(nn.Module):
+    """Keys and values in FP8: the values are decoded by the scale of the keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (kq, ks), (vq, _) = cast(k), cast(v)
+        scores = functional.softmax(q @ (kq.float() / ks).to(q.dtype).transpose(1, 2), -1)
+        return scores @ (vq.float() / ks).to(q.dtype)
+
+
+def linear(function: Callable[[Tensor, Tensor], Tensor], inputs: int = 64) -> nn.Module:
+    return Linear(lambda x, w: function(x.detach(), w.detach()), inputs, 32)
+
+
+FAULTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "inverse forgotten": (lambda: linear(inverse_forgotten), "scale-lost", "error"),
+    "not inverted": (lambda: linear(scales_not_inverted), "scale-inverted", "error"),
+    "applied twice": (lambda: linear(applied_twice), "scale-twice", "error"),
+    "exchanged": (lambda: linear(exchanged), "scale-swapped", "error"),
+    "of another tensor": (lambda: linear(scale_of_another_tensor), "scale-foreign", "error"),
+    "along the contraction": (lambda: linear(along_the_contraction), "scale-axis", "error"),
+    "for columns": (lambda: linear(for_columns_instead_of_rows), "scale-axis", "error"),
+    "read as E5M2": (lambda: linear(read_as_e5m2), "format", "error"),
+    "viewed": (lambda: linear(viewed_instead_of_transposed), "bytes-transposed", "error"),
+    "without a scale": (lambda: linear(without_a_scale), "scale-constant-1", "warning"),
+    "stored, not applied": (lambda: Faulty("tensor", torch.ones_like), "scale-lost", "error"),
+    "stored, inverted": (lambda: Faulty("tensor", torch.reciprocal), "scale-inverted", "error"),
+    "stored, squared": (lambda: Faulty("tensor", torch.square), "scale-twice", "error"),
+    "cast again": (CastAgain, "scale-stale", "error"),
+    "live scale": (LiveScale, "scale-stale", "error"),
+    "unclamped": (Unclamped, "no-saturation", "warning"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    make, rule, severity = FAULTS[name]
+    lint = fp8graph.lint(make(), torch.randn(32, 64).bfloat16(), training=False)
+    assert (rule, severity) in {(finding.rule, finding.severity) for finding in lint}
+    assert bool(lint) == (severity == "warning")
+
+
+def test_a_fault_in_backward_is_found() -> None:
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Linear(lambda x, w: InvertedInBackward.apply(x, w)))
+    (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16())
+    assert finding.rule == "scale-inverted"
+    assert finding.where.startswith("1, ")
+    assert finding.where.endswith("(backward)")
+
+
+def test_values_decoded_by_the_scale_of_keys_are_found() -> None:
+    q, k, v = torch.randn(3, 2, 16, 32).bfloat16()
+    assert rules(fp8graph.lint(Cache(), q, k, v)) == ["scale-swapped"]
+
+
+def test_the_layer_is_named() -> None:
+    faulty = Stored("row", inputs=128)
+    faulty.weight_scale.fill_(1.0)
+    model = nn.Sequential(Stored("tensor"), nn.GELU(), faulty)
+    (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
+    assert (finding.rule, finding.where) == ("scale-lost", "2.weight")
+    assert "weight_scale = 1, and has codes up to 448" in finding.problem
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -0.01])
+def test_a_scale_that_is_no_positive_number_is_found(number: float) -> None:
+    model = Stored("row")
+    model.weight_scale[3] = number
+    found = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
+    assert "scale-value" in rules(found)
+    assert found.errors[0].where == "weight_scale"
+
+
+def test_a_custom_op_is_opaque() -> None:
+    @torch.library.custom_op("lint_tests::gemm", mutates_args=())
+    def gemm(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w.t()
+
+    @gemm.register_fake
+    def _(x: Tensor, w: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0], w.shape[0])
+
+    lint = fp8graph.lint(Linear(lambda x, w: gemm(x, w)), torch.randn(32, 64).bfloat16(), training=False)
+    assert [(finding.rule, finding.severity) for finding in lint] == [("opaque", "info")]
+    assert [row.op for row in lint.products] == ["lint_tests.gemm"]
+    assert lint
+
+
+def test_an_op_without_a_backward_is_traced_forward() -> None:
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Linear(scales_not_inverted))
+    lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16())
+    assert rules(lint) == ["scale-inverted", "no-backward"]
+    assert "derivative for aten::_scaled_mm is not implemented" in lint.findings[1].problem
+    with pytest.raises(ConfigError, match="derivative for aten::_scaled_mm is not implemented"):
+        fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=True)
+
+
+class Broken(Linear):
+    """A linear that Dynamo does not trace."""
+
+    @torch._dynamo.disable  # pyright: ignore
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+def test_products_that_are_not_traced_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Broken(decoded))
+    lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
+    assert [(finding.rule, finding.problem) for finding in lint] == [  # the frame of the Sequential is skipped, too
+        ("not-traced", "1 aten.addmm outside of the graphs that Dynamo traced"),
+        ("not-traced", "1 aten.mm outside of the graphs that Dynamo traced"),
+    ]
+    assert lint.products == ()
+
+
+def test_a_lint_reads_as_text() -> None:
+    text = str(fp8graph.lint(linear(inverse_forgotten), torch.randn(32, 64).bfloat16(), training=False))
+    assert text.splitlines() == [
+        "1 product, 1 in low precision: 1 error",
+        "error [scale-lost]",
+        "  the model, _scaled_mm: cast by the amax at amax_1, which the product does not undo",
+        "  -> Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
+    ]
+
+
+def test_a_meta_model_is_traced() -> None:
+    model = Faulty("tensor", torch.reciprocal).to("meta")
+    assert rules(fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)) == ["scale-inverted"]
+
+
+def test_inputs_that_do_not_fit_are_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"lint\(model, ...\): Linear does not run with these inputs"):
+        fp8graph.lint(nn.Linear(8, 8), torch.randn(4, 9))
+    with pytest.raises(ConfigError, match=r"lint\(model='model'\): model must be a model"):
+        fp8graph.lint("model")  # pyright: ignore
+
+
+Program = list[tuple[fx.Graph, dict[fx.Node, Source]]]
+
+
+def test_mutants_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    programs: dict[str, Program] = {}
+    for name, make in PROGRAMS.items():
+        torch._dynamo.reset()
+        model, args, training = make()
+        programs[name] = traced(model, args, {}, training)
+    count, missed = 200, list[str]()
+    for name, graph, sources in mutants(programs, count, seed=0):
+        raised, _ = faults(graph, sources)
+        if all(fault.severity == "info" for fault in raised):
+            missed.append(name)
+    with capsys.disabled():
+        print(f"\n{count - len(missed)} of {count} mutants of low-precision graphs are found")
+    assert len(missed) <= count // 20, missed
