@@ -26,8 +26,6 @@ from fp8graph.libraries import adopt
 from fp8graph.tools.explain import InputsError, fakes_of
 from fp8graph.tools.findings import Finding, counted, in_order, lines
 
-_READ: Final = 1 << 20  # elements of a scale whose numbers are looked at
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRow:
@@ -129,16 +127,15 @@ def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: A
         graphs = traced(model, args, kwargs, training=False, tell=tell)
         reason = str(error.__cause__).splitlines()[1:2] or [""]
         text = f"backward cannot be traced: {reason[0]}"
-        findings.append(_found("no-backward", "info", type(model).__name__, text))
+        findings.append(_finding("no-backward", "info", type(model).__name__, text))
     for graph, sources in graphs:
         faults, rows = faults_of(graph, sources)
         backward = backward_nodes(graph)
-        findings += [_finding(fault, sources, fault.node in backward) for fault in faults]
-        findings += _values(sources)
+        findings += [_of_fault(fault, sources, fault.node in backward) for fault in faults]
         products.extend(_row(product, product.node in backward) for product in rows)
     for op, count in outside.items():
         text = f"{count} {op} outside of the graphs that Dynamo traced"
-        findings.append(_found("not-traced", "info", type(model).__name__, text))
+        findings.append(_finding("not-traced", "info", type(model).__name__, text))
     return Lint(findings=tuple(in_order(dict.fromkeys(findings))), products=tuple(products))
 
 
@@ -196,26 +193,15 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     return tensor.detach() if plain and tensor is not None else None
 
 
-def _values(sources: dict[fx.Node, Source]) -> Iterator[Finding]:
-    """The faults of the numbers of scales that are buffers."""
-    for source in sources.values():
-        x = source.tensor
-        if x is None or "scale" not in source.leaf or not x.is_floating_point() or x.numel() > _READ:
-            continue
-        scales = x.float()
-        if not bool(torch.isfinite(scales).all()) or bool((scales <= 0).any()):
-            yield _found("scale-value", "error", source.name, "a scale that is not a positive number")
-
-
-def _finding(fault: Fault, sources: dict[fx.Node, Source], backward: bool) -> Finding:
+def _of_fault(fault: Fault, sources: dict[fx.Node, Source], backward: bool) -> Finding:
     layer = split_source(module_path(fault.node))[1]
     where = f"{layer or 'the model'}, {fault.node.name}" + (" (backward)" if backward else "")
     if fault.node in sources:
         where = sources[fault.node].name
-    return _found(fault.rule, fault.severity, where, fault.text)
+    return _finding(fault.rule, fault.severity, where, fault.text)
 
 
-def _found(rule: str, severity: str, where: str, text: str) -> Finding:
+def _finding(rule: str, severity: str, where: str, text: str) -> Finding:
     return Finding(rule=rule, severity=severity, where=where, problem=text, do=_DO[rule])
 
 

@@ -1,9 +1,9 @@
-"""One fault in a correct low-precision graph: what people forget, exchange or do twice."""
+"""One fault in a correct low-precision graph: what people forget, exchange or do twice; and changes that are none."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -142,8 +142,7 @@ def dropped(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]
 
 def inverted(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
     places: list[Callable[[], None]] = []
-    sites = [(node, i) for node in scaled(graph) for i in (2, 3) if not constant(node.args[i])]
-    for node, i in [*sites, *undone(graph)]:
+    for node, i in applied(graph):
 
         def change(node: Any = node, i: int = i) -> None:
             inverse = insert(graph, node, aten.reciprocal.default, node.args[i], like=node.args[i])
@@ -155,8 +154,7 @@ def inverted(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source
 
 def twice(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
     places: list[Callable[[], None]] = []
-    sites = [(node, i) for node in scaled(graph) for i in (2, 3) if not constant(node.args[i])]
-    for node, i in [*sites, *undone(graph)]:
+    for node, i in applied(graph):
 
         def change(node: Any = node, i: int = i) -> None:
             square = insert(graph, node, aten.mul.Tensor, node.args[i], node.args[i], like=node.args[i])
@@ -212,8 +210,7 @@ def roots(node: fx.Node) -> set[Any]:
 def stale(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
     """A scale of before: a buffer, where the cast reads one of now."""
     places: list[Callable[[], None]] = []
-    sites = [(node, i) for node in scaled(graph) for i in (2, 3) if not constant(node.args[i])]
-    for node, i in [*sites, *undone(graph)]:
+    for node, i in applied(graph):
 
         def change(node: Any = node, i: int = i) -> None:
             first = next(iter(graph.nodes))
@@ -338,6 +335,88 @@ def no_cast_scale(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, S
     return pick(places, draw)
 
 
+# Changes that keep what a graph computes, but for rounding.
+
+
+def inverted_twice(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
+    places: list[Callable[[], None]] = []
+    for node, i in applied(graph):
+
+        def change(node: Any = node, i: int = i) -> None:
+            scale = node.args[i]
+            once = insert(graph, node, aten.reciprocal.default, scale, like=scale)
+            node.update_arg(i, insert(graph, node, aten.reciprocal.default, once, like=scale))
+
+        places.append(change)
+    return pick(places, draw)
+
+
+def halved_and_doubled(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
+    places: list[Callable[[], None]] = []
+    for node, i in applied(graph):
+
+        def change(node: Any = node, i: int = i) -> None:
+            scale = node.args[i]
+            half = insert(graph, node, aten.mul.Tensor, scale, 0.5, like=scale)
+            node.update_arg(i, insert(graph, node, aten.div.Tensor, half, 0.5, like=scale))
+
+        places.append(change)
+    return pick(places, draw)
+
+
+def multiplied_after_the_product(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
+    """A scale of one number goes from the product to its result."""
+    places: list[Callable[[], None]] = []
+    for node in scaled(graph):
+        for i in (2, 3):
+            if not constant(node.args[i]) and shape(node.args[i]) == ():
+
+                def change(node: Any = node, i: int = i) -> None:
+                    scale, users, after = node.args[i], list(node.users), node.next
+                    node.update_arg(i, ones(graph, node, scale))
+                    result = insert(graph, after, aten.mul.Tensor, node, scale, like=node)
+                    for user in users:
+                        user.replace_input_with(node, result)
+
+                places.append(change)
+    return pick(places, draw)
+
+
+def cast_to_wider(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
+    places: list[Callable[[], None]] = []
+    for node, i in applied(graph):
+
+        def change(node: Any = node, i: int = i) -> None:
+            scale = node.args[i]
+            wide = insert(graph, node, aten._to_copy.default, scale, dtype=torch.float64)
+            node.update_arg(i, insert(graph, node, aten._to_copy.default, wide, dtype=dtype(scale)))
+
+        places.append(change)
+    return pick(places, draw)
+
+
+def copied_bytes(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, Source]) -> bool:
+    """The codes through their bits, and back."""
+    places: list[Callable[[], None]] = []
+    for node in casts(graph):
+
+        def change(node: Any = node) -> None:
+            after, users = node.next, list(node.users)
+            bits = insert(graph, after, aten.view.dtype, node, torch.uint8)
+            copy = insert(graph, after, aten.clone.default, bits)
+            codes = insert(graph, after, aten.view.dtype, copy, dtype(node))
+            for user in users:
+                user.replace_input_with(node, codes)
+
+        places.append(change)
+    return pick(places, draw)
+
+
+def applied(graph: fx.Graph) -> list[tuple[Any, int]]:
+    """Every place where a product, or its result, takes a scale: the node, and the argument."""
+    return [*((node, i) for node in scaled(graph) for i in (2, 3) if not constant(node.args[i])), *undone(graph)]
+
+
 def constant(node: fx.Node) -> bool:
     return node.target in (aten.full.default, aten.ones.default, aten.new_ones.default)
 
@@ -363,6 +442,15 @@ FAULTS: Final[dict[str, Callable[..., bool]]] = {
 }
 
 
+NEUTRAL: Final[dict[str, Callable[..., bool]]] = {
+    "inverted twice": inverted_twice,
+    "halved and doubled": halved_and_doubled,
+    "multiplied after": multiplied_after_the_product,
+    "cast to wider": cast_to_wider,
+    "copied bytes": copied_bytes,
+}
+
+
 def copied(graph: fx.Graph, sources: dict[fx.Node, Source]) -> tuple[fx.Graph, dict[fx.Node, Source]]:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
@@ -372,19 +460,22 @@ def copied(graph: fx.Graph, sources: dict[fx.Node, Source]) -> tuple[fx.Graph, d
 
 
 def mutants(
-    programs: dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]], count: int, seed: int
+    programs: dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]],
+    count: int,
+    seed: int,
+    kinds: Mapping[str, Callable[..., bool]] = FAULTS,
 ) -> Iterator[Mutant]:
-    """``count`` mutants of graphs, faults in turn, with what was done to which program."""
+    """``count`` mutants of graphs, kinds in turn, with what was done to which program."""
     draw = random.Random(seed)
     names, made, turn = sorted(programs), 0, 0
     while made < count:
-        kind = list(FAULTS)[turn % len(FAULTS)]
+        kind = list(kinds)[turn % len(kinds)]
         turn += 1
         for name in draw.sample(names, len(names)):
             if not programs[name]:
                 continue
             graph, sources = copied(*draw.choice(programs[name]))
-            if FAULTS[kind](graph, draw, sources):
+            if kinds[kind](graph, draw, sources):
                 made += 1
                 yield f"{kind} in {name}", graph, sources
                 break

@@ -17,8 +17,8 @@ from fp8graph.analysis.scales.flow import faults
 from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.tools.lint_model import traced
-from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, decoded, product
-from low_precision_mutants import mutants
+from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, product
+from low_precision_mutants import NEUTRAL, mutants
 
 pytestmark = pytest.mark.fast
 
@@ -326,16 +326,13 @@ def test_an_op_without_a_backward_is_traced_forward() -> None:
         fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=True)
 
 
-class Broken(Linear):
-    """A linear that Dynamo does not trace."""
-
-    @torch._dynamo.disable  # pyright: ignore
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+@torch._dynamo.disable  # pyright: ignore
+def untraced(x: Tensor, w: Tensor) -> Tensor:
+    return functional.linear(x, w)
 
 
 def test_products_that_are_not_traced_are_named() -> None:
-    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Broken(decoded))
+    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Linear(untraced))
     lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
     assert [(finding.rule, finding.problem) for finding in lint] == [  # the frame of the Sequential is skipped, too
         ("not-traced", "1 aten.addmm outside of the graphs that Dynamo traced"),
@@ -366,15 +363,17 @@ def test_inputs_that_do_not_fit_are_a_config_error() -> None:
         fp8graph.lint("model")  # pyright: ignore
 
 
-Program = list[tuple[fx.Graph, dict[fx.Node, Source]]]
-
-
-def test_mutants_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    programs: dict[str, Program] = {}
+@pytest.fixture(scope="module")
+def programs() -> dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]]:
+    graphs: dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]] = {}
     for name, make in PROGRAMS.items():
         torch._dynamo.reset()
         model, args, training = make()
-        programs[name] = traced(model, args, {}, training)
+        graphs[name] = traced(model, args, {}, training)
+    return graphs
+
+
+def test_mutants_are_found(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
     count, missed = 200, list[str]()
     for name, graph, sources in mutants(programs, count, seed=0):
         raised, _ = faults(graph, sources)
@@ -383,3 +382,8 @@ def test_mutants_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n{count - len(missed)} of {count} mutants of low-precision graphs are found")
     assert len(missed) <= count // 20, missed
+
+
+def test_changes_that_keep_the_result_raise_nothing(programs: Any) -> None:
+    raised = [name for name, graph, sources in mutants(programs, 100, 0, NEUTRAL) if faults(graph, sources)[0]]
+    assert raised == []

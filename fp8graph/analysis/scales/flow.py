@@ -162,8 +162,11 @@ class _Flow:
                 for one, other in (node.args, reversed(node.args)):
                     if not isinstance(other, fx.Node) or not isinstance(one, fx.Node):
                         continue
-                    if decodes(one) or (leads_to_cast(node) and numel(other) <= max(1, numel(one) // 2)):
-                        scales |= {x for x in self._inputs_behind(other) if decodes(one) or self._may_be_scale(x)}
+                    smaller = numel(other) <= max(1, numel(one) // 2)
+                    if decodes(one) or smaller and decodes(one, product=True):
+                        scales |= self._inputs_behind(other)
+                    elif smaller and leads_to_cast(node):
+                        scales |= {x for x in self._inputs_behind(other) if self._may_be_scale(x)}
         return scales
 
     def _may_be_scale(self, node: fx.Node) -> bool:
@@ -200,6 +203,8 @@ class _Flow:
         if node not in self.scale_inputs:
             return NOTHING
         twin = self._twin(node, source)
+        if source.tensor is not None and not _positive(source.tensor):
+            self._fault("scale-value", "error", node, "a scale that is not a positive number")
         key = self.keys[twin or node]
         if key not in self.roots:
             self.roots[key] = Root(twin or node, self._steps(shape_of(node)), frozenset(), source, is_table(node))
@@ -897,6 +902,11 @@ def _run(node: fx.Node, inputs: Sequence[Any]) -> dict[Root | None, Any] | None:
 class _Number(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
+
+
+def _positive(scale: Tensor) -> bool:
+    numbers = scale.flatten()[:_SAMPLE].float()
+    return bool((torch.isfinite(numbers) & (numbers > 0)).all())
 
 
 def _precision(node: fx.Node, operand: State) -> str:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.analysis.scales.exponents import LARGEST
-from fp8graph.analysis.scales.ops import CLAMPS, MOVES, SAME, aten
+from fp8graph.analysis.scales.ops import CLAMPS, DIVIDES, MOVES, MULTIPLIES, OPERANDS, SAME, aten
 from fp8graph.analysis.scales.states import FP8
+from fp8graph.compat.ops import named_arguments
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
@@ -53,12 +54,18 @@ def takes_largest(node: fx.Node) -> bool:
     return True
 
 
-def decodes(node: Any) -> bool:
-    """Whether a node is FP8 bytes as numbers of another type, or a view of them."""
+def decodes(node: Any, *, product: bool = False) -> bool:
+    """Whether a node has the numbers of FP8 bytes, or of a ``product`` of such, to which a scale is still applied."""
     while isinstance(node, fx.Node):
-        if dtype_of(node) in FP8:
+        if not product and dtype_of(node) in FP8:
             return True
-        if node.op != "call_function" or not (node.target in SAME or node.target in MOVES):
+        if node.op != "call_function":
+            return False
+        if product and node.target in OPERANDS:
+            arguments = named_arguments(node)
+            return any(decodes(arguments[name]) for name in OPERANDS[node.target])
+        followed = node.target in SAME or node.target in MOVES
+        if not followed and not (product and (node.target in MULTIPLIES or node.target in DIVIDES)):
             return False
         node = node.args[0]
     return False
