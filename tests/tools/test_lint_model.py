@@ -279,6 +279,30 @@ def test_a_fault_in_backward_is_found() -> None:
     assert finding.where.endswith("(backward)")
 
 
+class Calibrated(nn.Module):
+    """A weight that trains, cast by a scale that nothing updates."""
+
+    weight_scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+        self.register_buffer("weight_scale", torch.tensor(0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = (self.weight.detach() / self.weight_scale).clamp(-448, 448).to(E4M3)
+        rounded = self.weight + ((codes.float() * self.weight_scale).bfloat16() - self.weight).detach()
+        return functional.linear(x, rounded)
+
+
+def test_a_scale_that_stays_while_its_weight_trains_is_found() -> None:
+    x = torch.randn(32, 64).bfloat16()
+    (finding,) = fp8graph.lint(Calibrated(), x)
+    assert (finding.rule, finding.severity) == ("scale-stale", "warning")
+    assert "weight trains, and its scale weight_scale is not updated" in finding.problem
+    assert list(fp8graph.lint(Calibrated(), x, training=False)) == []
+
+
 def test_values_decoded_by_the_scale_of_keys_are_found() -> None:
     q, k, v = torch.randn(3, 2, 16, 32).bfloat16()
     assert rules(fp8graph.lint(Cache(), q, k, v)) == ["scale-swapped"]
@@ -326,9 +350,7 @@ def test_an_op_without_a_backward_is_traced_forward() -> None:
         fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=True)
 
 
-@torch._dynamo.disable  # pyright: ignore
-def untraced(x: Tensor, w: Tensor) -> Tensor:
-    return functional.linear(x, w)
+untraced: Any = torch._dynamo.disable(functional.linear)
 
 
 def test_products_that_are_not_traced_are_named() -> None:

@@ -108,6 +108,7 @@ class _Flow:
         self.faults: list[Fault] = []
         self.products: list[Product] = []
         self.random = random.Random(0)
+        self.trained: dict[Any, Source] = {}  # the parameters of a training step, by key
         self.cast_by: set[Root] = set()  # the scales of casts
         self.scale_inputs = self._scale_inputs()
         self.reported: set[tuple[str, fx.Node]] = set()
@@ -115,6 +116,8 @@ class _Flow:
     def run(self) -> None:
         for node in self.graph.nodes:
             self.keys[node] = self._key(node)
+        if any(is_backward(node) for node in self.graph.find_nodes(op="placeholder")):
+            self.trained = {self.keys[node]: source for node, source in self.sources.items() if source.trains}
         for node in self.graph.nodes:
             if node in self.states:
                 continue  # the scale of bytes before it
@@ -499,6 +502,12 @@ class _Flow:
                 node,
                 f"the scale of the cast to {name_of(dtype)} is of another tensor: {live[0].text}",
             )
+        trained = self.trained.get(origin)
+        if trained is not None and not own and not live:
+            kept = next(iter(degrees))
+            if kept.source is not None and not kept.source.updated:
+                text = f"{trained.name} trains, and its scale {kept.text} is not updated"
+                self._fault("scale-stale", "warning", node, text)
         if not own and not live and not state.clamped:
             self._fault(
                 "no-saturation",
