@@ -128,6 +128,32 @@ def e8m0(x: Tensor, w: Tensor) -> Tensor:
     return product(xq, wq.t(), xs, (1 / ws).t())
 
 
+def of_the_mean(x: Tensor, w: Tensor) -> Tensor:
+    """A scale from the mean magnitude, clipped."""
+    xs = 40 / x.detach().abs().float().mean()
+    xq = (x.detach() * xs).clamp(-448, 448).to(E4M3)
+    wq, ws = cast(w.detach())
+    return product(xq, wq.t(), 1 / xs, 1 / ws)
+
+
+class Recent(nn.Module):
+    """The largest amax of the last steps, this one included."""
+
+    history: Tensor
+
+    def __init__(self, inputs: int = 64, outputs: int = 128) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs).bfloat16() * 0.02)
+        self.register_buffer("history", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        history = torch.cat([x.abs().amax().float().reshape(1), self.history[:-1]])
+        self.history.copy_(history)
+        scale = 448 / history.amax()
+        wq, ws = cast(self.weight.detach())
+        return product((x * scale).to(E4M3), wq.t(), 1 / scale, 1 / ws)
+
+
 class Delayed(nn.Module):
     """Scales of the steps before, in buffers that each step updates."""
 
@@ -226,6 +252,8 @@ PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool
     "tiles": _with(Linear(in_tiles), training=False),
     "fake quantized": _with(Linear(fake_quantized)),
     "e8m0": _with(Linear(e8m0), training=False),
+    "mean": _with(Linear(of_the_mean), training=False),
+    "recent": _with(Recent(), training=False),
     "delayed": _with(Delayed(), training=False),
     "stored": _with(Stored("tensor"), training=False),
     "stored static": _with(Stored("tensor", static=True), training=False),

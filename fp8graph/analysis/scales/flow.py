@@ -36,6 +36,7 @@ from fp8graph.analysis.scales.nodes import (
     is_small,
     is_table,
     leads_to_cast,
+    measures_behind,
     name_of,
     ndim,
     numel,
@@ -110,6 +111,7 @@ class _Flow:
         self.random = random.Random(0)
         self.trained: dict[Any, Source] = {}  # the parameters of a training step, by key
         self.cast_by: set[Root] = set()  # the scales of casts
+        self.measures: set[fx.Node] = set()  # means and the like, from which a scale is computed
         self.scale_inputs = self._scale_inputs()
         self.reported: set[tuple[str, fx.Node]] = set()
 
@@ -169,6 +171,7 @@ class _Flow:
                     if decodes(one) or smaller and decodes(one, product=True):
                         scales |= self._inputs_behind(other)
                     elif smaller and leads_to_cast(node):
+                        self.measures |= measures_behind(other)
                         scales |= {x for x in self._inputs_behind(other) if self._may_be_scale(x)}
         return scales
 
@@ -354,7 +357,8 @@ class _Flow:
             return NOTHING
         key = self._root_key(node) if not isinstance(val, (tuple, list)) else self.keys[node]
         if key not in self.roots:
-            self.roots[key] = Root(node, self._steps(shape), frozenset([self._origin(tensor)]))
+            sources = frozenset([self._origin(tensor)]).union(*(root.sources for root in state.exponents))
+            self.roots[key] = Root(node, self._steps(shape), sources)
         root = self.roots[key]
         scale = self._scale(node, _made_up(root, root.exponents.reshape(shape), dtype, len(self.roots)))
         if node.target is aten.aminmax.default:
@@ -363,13 +367,21 @@ class _Flow:
             return [scale, NOTHING]
         return scale
 
+    def _started(self, node: fx.Node, sources: frozenset[Any]) -> State:
+        """A scale that is computed from others by an op that does not run here, such as a collective."""
+        dtype, shape = dtype_of(node), shape_of(node) if dtype_of(node) is not None else ()
+        if dtype is None or not dtype.is_floating_point or not is_small(node):
+            return NOTHING
+        root = self.roots.setdefault(self.keys[node], Root(node, self._steps(shape), sources))
+        return cast(State, self._scale(node, _made_up(root, root.exponents, dtype, len(self.roots))))
+
     def _compute(self, node: fx.Node) -> Any:
         """Run a node on the values of scales and constants: those made up, and those changed by each scale."""
         inputs = node.all_input_nodes
         states = [self._state(x) for x in inputs]
         first = _run(node, [state.first for state in states])
         if first is None:
-            return NOTHING
+            return self._started(node, frozenset().union(*(r.sources for each in states for r in each.exponents)))
         same = all(state.first is state.values for state in states)
         return self._scale(node, first, None if same else _run(node, [state.values for state in states]))
 
@@ -409,8 +421,8 @@ class _Flow:
             )
         if target in CONSTANTS and numel(node) <= LARGEST >> 6:
             return self._constant(node)
-        if target in LARGEST_OF:
-            return self._amax(node) if takes_largest(node) else self._unknown(node)
+        if target in LARGEST_OF or node in self.measures:
+            return self._amax(node) if takes_largest(node) or node in self.measures else self._unknown(node)
         if inputs and all(self._state(x).values is not None for x in inputs) and is_small(node):
             return self._compute(node)
         if target in SAME:

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.analysis.scales.exponents import LARGEST
-from fp8graph.analysis.scales.ops import CLAMPS, DIVIDES, MOVES, MULTIPLIES, OPERANDS, SAME, aten
+from fp8graph.analysis.scales.ops import (
+    CLAMPS,
+    DIVIDES,
+    LARGEST_OF,
+    MOVES,
+    MULTIPLIES,
+    OPERANDS,
+    REDUCTIONS,
+    SAME,
+    aten,
+)
 from fp8graph.analysis.scales.states import FP8
 from fp8graph.compat.ops import named_arguments
 
@@ -73,6 +83,21 @@ def decodes(node: Any, *, product: bool = False) -> bool:
 
 def is_table(node: fx.Node) -> bool:
     return any(user.target in (aten.slice.Tensor, aten.select.int, aten.index.Tensor) for user in node.users)
+
+
+def measures_behind(scale: fx.Node) -> set[fx.Node]:
+    """The reductions of tensors that a scale is computed from, other than their largest magnitudes."""
+    waiting, measures, met = [scale], set[fx.Node](), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in met or node.op != "call_function" or node.target in LARGEST_OF:
+            continue
+        met.add(node)
+        if node.target in REDUCTIONS and numel(node) < numel(node.all_input_nodes[0]):
+            measures.add(node)
+        else:
+            waiting.extend(each for each in node.all_input_nodes if numel(each) <= numel(node))
+    return measures
 
 
 def leads_to_cast(node: fx.Node) -> bool:

@@ -75,6 +75,13 @@ LARGEST_OF: Final = {
     aten.norm.ScalarOpt_dim,
     hints.largest.default,
 }
+REDUCTIONS: Final = {  # other than the largest magnitude, from which scales are computed as well
+    *SUMS,
+    aten.std.correction,
+    aten.var.correction,
+    aten.median.default,
+    aten.linalg_vector_norm.default,
+}
 CONSTANTS: Final = {
     aten.full.default,
     aten.ones.default,
