@@ -9,7 +9,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, cast, overload
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,7 @@ from fp8graph.ir.nodes import backward_nodes, module_path
 from fp8graph.libraries import adopt
 from fp8graph.tools.explain import InputsError, fakes_of
 from fp8graph.tools.findings import Finding, counted, in_order, lines
+from fp8graph.tools.lint_checkpoint import CheckpointLint, lint_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,17 @@ _DO: Final = {
 }
 
 
-def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: Any) -> Lint:
+@overload
+def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: Any) -> Lint: ...
+
+
+@overload
+def lint(model: str | Path) -> CheckpointLint: ...
+
+
+def lint(
+    model: nn.Module | str | Path, *args: Any, training: bool | None = None, **kwargs: Any
+) -> Lint | CheckpointLint:
     """Trace ``model(*args, **kwargs)`` on fake tensors and say what is wrong with its low-precision products.
 
     The model may be anybody's: torchao's, a library's FP8 layers, ``torch._scaled_mm`` by hand. Every scale is followed
@@ -99,7 +111,8 @@ def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: A
     only stored FP8 weights and their scales are read, and a model on the meta device has none.
 
     Args:
-        model: any module; a compiled one is unwrapped.
+        model: any module; a compiled one is unwrapped. Or the folder of a checkpoint, which is judged as by
+            ``fp8graph lint FOLDER``.
         args, kwargs: the inputs of one call; only the shapes and dtypes of tensors matter.
         training: trace forward and backward, or forward alone under ``no_grad``. Default: training if gradients are
             enabled here and some parameter requires one; forward alone, and a finding, if backward cannot be traced.
@@ -107,8 +120,10 @@ def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: A
     Raises:
         ConfigError: (a ``ValueError``) for inputs with which the model does not run.
     """
-    expect("lint", "model", model, nn.Module, "a model, an nn.Module")
-    model = wrappers.original_module(model)
+    if isinstance(model, (str, Path)) and not args and not kwargs:
+        return lint_checkpoint(model)
+    expect("lint", "model", model, nn.Module, "a model, an nn.Module, or the folder of a checkpoint alone")
+    model = wrappers.original_module(cast(nn.Module, model))
     findings: list[Finding] = []
     products: list[ProductRow] = []
     outside: Counter[str] = Counter()

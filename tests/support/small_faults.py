@@ -535,6 +535,51 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "all(is_backward(s) for s in node.all_input_nodes)",
         ("tests/ir/test_verify.py",),
     ),
+    Fault(
+        "lint takes exponents that are doubled for those of the cast",
+        f"{_ANALYSIS}/scales/states.py",
+        "for times in (1.0, -1.0, 2.0,",
+        "for times in (1.0, -1.0, 1.0,",
+        ("tests/tools/test_lint_model.py::test_a_fault_is_found",),
+    ),
+    Fault(
+        "lint does not look at scales along the contraction",
+        f"{_ANALYSIS}/scales/exponents.py",
+        "if bool((rows != rows[..., :1]).any()) or bool((columns != columns[..., :1, :]).any()):",
+        "if False:",
+        (
+            "tests/tools/test_lint_model.py::test_mutants_are_found",
+            "tests/tools/test_lint_model.py::test_a_fault_is_found",
+        ),
+    ),
+    Fault(
+        "lint takes bits that are read as another type for the same",
+        f"{_ANALYSIS}/scales/flow.py",
+        "if before.itemsize == 1 and before in FP8",
+        "if before.itemsize == 2 and before in FP8",
+        ("tests/tools/test_lint_model.py::test_a_fault_is_found",),
+    ),
+    Fault(
+        "lint pairs the scale of an input with a stored weight",
+        f"{_ANALYSIS}/scales/flow.py",
+        "root.source.module == stored.module and root not in self.cast_by",
+        "root.source.module == stored.module",
+        ("tests/tools/test_lint_model.py::test_the_scale_of_an_input_is_not_that_of_a_weight",),
+    ),
+    Fault(
+        "lint does not tell ops that run outside of graphs",
+        f"{_COMPAT}/fakes.py",
+        "if self.in_graph or TracingContext.try_get() is not None:",
+        "if True:",
+        ("tests/tools/test_lint_model.py::test_products_that_are_not_traced_are_named",),
+    ),
+    Fault(
+        "lint takes a scale of a weight that trains for one of now",
+        f"{_ANALYSIS}/scales/flow.py",
+        "if kept.source is not None and not kept.source.updated:",
+        "if kept.source is not None and kept.source.updated:",
+        ("tests/tools/test_lint_model.py::test_a_scale_that_stays_while_its_weight_trains_is_found",),
+    ),
     # analysis
     Fault(
         "operands of two dtypes are multiplied",

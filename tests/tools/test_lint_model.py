@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,6 +304,23 @@ def test_a_scale_that_stays_while_its_weight_trains_is_found() -> None:
     assert list(fp8graph.lint(Calibrated(), x, training=False)) == []
 
 
+class InputScaleTwice(Stored):
+    """The scale of the weight has no name in the program, and that of the input is applied for it."""
+
+    def __init__(self) -> None:
+        super().__init__("tensor", static=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.input_scale is not None
+        xq = (x / self.input_scale).clamp(-448, 448).to(E4M3)
+        return product(xq, self.weight.t(), self.input_scale, self.input_scale)
+
+
+def test_the_scale_of_an_input_is_not_that_of_a_weight() -> None:
+    lint = fp8graph.lint(InputScaleTwice(), torch.randn(32, 64).bfloat16(), training=False)
+    assert [(finding.rule, finding.severity) for finding in lint] == [("scale-twice", "error")]
+
+
 def test_values_decoded_by_the_scale_of_keys_are_found() -> None:
     q, k, v = torch.randn(3, 2, 16, 32).bfloat16()
     assert rules(fp8graph.lint(Cache(), q, k, v)) == ["scale-swapped"]
@@ -382,7 +400,12 @@ def test_inputs_that_do_not_fit_are_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"lint\(model, ...\): Linear does not run with these inputs"):
         fp8graph.lint(nn.Linear(8, 8), torch.randn(4, 9))
     with pytest.raises(ConfigError, match=r"lint\(model='model'\): model must be a model"):
-        fp8graph.lint("model")  # pyright: ignore
+        fp8graph.lint("model", torch.randn(4, 9))  # pyright: ignore
+
+
+def test_a_folder_is_judged_as_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(fp8graph.CheckpointError):
+        fp8graph.lint(tmp_path)
 
 
 @pytest.fixture(scope="module")
