@@ -347,7 +347,7 @@ class _Flow:
         state = self._state(tensor)
         if state.values is not None:
             return self._compute(node)
-        self._must_be_zero(tensor, state, node)
+        self._must_be_zero(tensor, state)
         val = node.meta["val"]
         if node.target is aten.aminmax.default or node.target is aten.max.dim:
             shape, dtype = tuple(val[0].shape), val[0].dtype
@@ -490,7 +490,7 @@ class _Flow:
 
     def _cast(self, node: fx.Node, argument: fx.Node, state: State, dtype: torch.dtype) -> State:
         if state.product is not None:
-            self._must_be_zero(argument, state, node)
+            self._must_be_zero(argument, state)
             state = State(origin=state.origin, bounded=state.bounded, clamped=state.clamped)
         degrees = {root: multiple(x, root) for root, x in state.exponents.items() if bool((x != 0).any())}
         self.cast_by |= degrees.keys()
@@ -662,7 +662,7 @@ class _Flow:
             if len(data) == 1:
                 return replace(data[0], origin=self.keys[node])
         for x, state in zip(tensors, states, strict=True):
-            self._must_be_zero(x, state, node)
+            self._must_be_zero(x, state)
         return State(origin=self.keys[node])
 
     def _sum(self, node: fx.Node) -> Any:
@@ -676,7 +676,7 @@ class _Flow:
         for root, x in state.exponents.items():
             x = x.reshape([1] * (dims_in - x.ndim) + list(x.shape))
             if any(x.shape[d] != 1 for d in cast(Any, dims)):
-                self._must_be_zero(argument, state, node)
+                self._must_be_zero(argument, state)
                 return State(origin=self.keys[node])
             keep = len(node.args) > 2 and bool(node.args[2])
             drop = {d % dims_in for d in cast(Any, dims)}
@@ -706,7 +706,7 @@ class _Flow:
         if not is_backward(node) or not str(target).startswith("aten.eq"):
             for x in inputs:
                 if (dtype_of(node) is None or cast(Any, dtype_of(node)).is_floating_point) and dtype_of(x) not in FP8:
-                    self._must_be_zero(x, self._state(x), node)
+                    self._must_be_zero(x, self._state(x))
         bounded = any(word in str(target) for word in BOUNDED)
         return State(origin=self.keys[node], bounded=bounded)
 
@@ -747,7 +747,7 @@ class _Flow:
         state = State(result, casts, node, origin=self.keys[node])
         addend = arguments["self" if node.target in WITH_ADDEND else "bias"] if node.target in WITH_BIAS else None
         if isinstance(addend, fx.Node):
-            self._must_be_zero(node, state, node)
+            self._must_be_zero(node, state)
             return State(origin=self.keys[node])
         return state
 
@@ -765,7 +765,7 @@ class _Flow:
     def _operand(self, node: fx.Node, product: fx.Node) -> State:
         state = self._state(node)
         if state.product is not None and state.product is not product:
-            self._must_be_zero(node, state, product)
+            self._must_be_zero(node, state)
             return State(origin=state.origin)
         if not state.casts and state.exponents:
             return replace(state, exponents={})
@@ -783,7 +783,7 @@ class _Flow:
 
     def _quantize(self, node: fx.Node) -> Any:
         argument = cast(fx.Node, node.args[0])
-        self._must_be_zero(argument, self._state(argument), node)
+        self._must_be_zero(argument, self._state(argument))
         return [NOTHING] * len(node.meta["val"])
 
     def _dialect_product(self, node: fx.Node) -> Any:
@@ -821,9 +821,9 @@ class _Flow:
             state = self._state(node)
             if dtype_of(node) in FP8 or any(root in leaving for root in state.exponents):
                 continue  # the scale is handed on with it
-            self._must_be_zero(node, state, output)
+            self._must_be_zero(node, state)
 
-    def _must_be_zero(self, node: fx.Node, state: State, _reader: fx.Node) -> None:
+    def _must_be_zero(self, node: fx.Node, state: State) -> None:
         """Report the exponents that are left of a tensor that was cast to FP8."""
         if not state.casts:
             return
