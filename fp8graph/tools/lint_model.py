@@ -74,22 +74,50 @@ class Lint:
         }
 
 
-_DO: Final = {
-    "scale-lost": "Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
-    "scale-constant-1": "Divide the tensor by its amax / 448 before the cast, and hand that to the product.",
-    "scale-inverted": "Cast x * s and multiply the product by 1 / s, or cast x / s and multiply by s.",
-    "scale-twice": "Apply the scale once: in the product, or after it.",
-    "scale-swapped": "Give each operand of the product its own scale.",
-    "scale-foreign": "Compute the scale from the tensor that is cast.",
-    "scale-axis": "Use scales that are constant along the contraction, or one product for each of its blocks.",
-    "scale-stale": "Compute the scale and the bytes from the same weight, at the same time.",
-    "no-saturation": "Clamp to the range of the type before the cast: beyond it, E4M3 may be NaN.",
-    "format": "Read bytes as the type that they were cast to.",
-    "bytes-transposed": "Transpose with .t(), which keeps each number's row and column.",
-    "opaque": "Check this op by its own library's tests.",
-    "not-traced": "See TORCH_LOGS=graph_breaks: these products were not looked at.",
-    "no-backward": "Pass training=False for a model that only serves. Only its forward was looked at.",
-    "scale-value": "Write the scale again, from the weight.",
+# What follows from each fault, and what to do.
+_RULES: Final = {
+    "scale-lost": (
+        "results are as many times too large or too small",
+        "Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
+    ),
+    "scale-constant-1": (
+        "small numbers lose their bits, and large ones are cut off at 448",
+        "Divide the tensor by its amax / 448 before the cast, and hand that to the product.",
+    ),
+    "scale-inverted": (
+        "results are wrong by the square of the scale",
+        "Cast x * s and multiply the product by 1 / s, or cast x / s and multiply by s.",
+    ),
+    "scale-twice": ("results are wrong by the scale", "Apply the scale once: in the product, or after it."),
+    "scale-swapped": (
+        "results are wrong by the ratio of the scales",
+        "Give each operand of the product its own scale.",
+    ),
+    "scale-foreign": (
+        "numbers are cut off, or lose their bits, where the tensors differ",
+        "Compute the scale from the tensor that is cast.",
+    ),
+    "scale-axis": (
+        "a product has no scale for a part of its sums",
+        "Use scales that are constant along the contraction, or one product for each of its blocks.",
+    ),
+    "scale-stale": (
+        "results drift as the weight trains",
+        "Compute the scale and the bytes from the same weight, at the same time.",
+    ),
+    "no-saturation": (
+        "beyond the range of the type, E4M3 may be NaN",
+        "Clamp to the range of the type before the cast.",
+    ),
+    "format": ("the same bits are other numbers", "Read bytes as the type that they were cast to."),
+    "bytes-transposed": (
+        "numbers are multiplied in the wrong rows",
+        "Transpose with .t(), which keeps each number's row and column.",
+    ),
+    "opaque": ("lint does not see its scales", "Check this op by its own library's tests."),
+    "not-traced": ("these products were not looked at", "See TORCH_LOGS=graph_breaks."),
+    "no-backward": ("only forward was looked at", "Pass training=False for a model that only serves."),
+    "scale-value": ("no weight has such a scale", "Write the scale again, from the weight."),
 }
 
 
@@ -217,7 +245,8 @@ def _of_fault(fault: Fault, sources: dict[fx.Node, Source], backward: bool) -> F
 
 
 def _finding(rule: str, severity: str, where: str, text: str) -> Finding:
-    return Finding(rule=rule, severity=severity, where=where, problem=text, do=_DO[rule])
+    why, todo = _RULES[rule]
+    return Finding(rule=rule, severity=severity, where=where, what=text, why=why, todo=todo)
 
 
 def _row(product: Product, backward: bool) -> ProductRow:

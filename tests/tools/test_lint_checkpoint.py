@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
         "cache-scale", "1 of its 1 numbers are no scale: inf",
     ),
     # eleven more
-    "a scale under another name": (renamed(f"{UP}.{SCALE}", f"{UP}.weight_scale"), "scale-name", "'weight_scale': loaders"),
+    "a scale under another name": (renamed(f"{UP}.{SCALE}", f"{UP}.weight_scale"), "scale-name", "weight_scale': "),
     "all scales under another name": (
         lambda t, _: t.update({x.replace(SCALE, "weight_scale"): t.pop(x) for x in [*t] if x.endswith(SCALE)}),
         "scale-name", "'weight_scale', as are 27 more: loaders",

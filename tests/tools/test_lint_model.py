@@ -300,7 +300,7 @@ def test_a_scale_that_stays_while_its_weight_trains_is_found() -> None:
     x = torch.randn(32, 64).bfloat16()
     (finding,) = fp8graph.lint(Calibrated(), x)
     assert (finding.rule, finding.severity) == ("scale-stale", "warning")
-    assert "weight trains, and its scale weight_scale is not updated" in finding.problem
+    assert "weight trains, and its scale weight_scale is not updated" in finding.what
     assert list(fp8graph.lint(Calibrated(), x, training=False)) == []
 
 
@@ -332,7 +332,7 @@ def test_the_layer_is_named() -> None:
     model = nn.Sequential(Stored("tensor"), nn.GELU(), faulty)
     (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
     assert (finding.rule, finding.where) == ("scale-lost", "2.weight")
-    assert "weight_scale = 1, and has codes up to 448" in finding.problem
+    assert "weight_scale = 1, and has codes up to 448" in finding.what
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 0.0, -0.01])
@@ -363,7 +363,7 @@ def test_an_op_without_a_backward_is_traced_forward() -> None:
     model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Linear(scales_not_inverted))
     lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16())
     assert rules(lint) == ["scale-inverted", "no-backward"]
-    assert "derivative for aten::_scaled_mm is not implemented" in lint.findings[1].problem
+    assert "derivative for aten::_scaled_mm is not implemented" in lint.findings[1].what
     with pytest.raises(ConfigError, match="derivative for aten::_scaled_mm is not implemented"):
         fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=True)
 
@@ -374,7 +374,7 @@ untraced: Any = torch._dynamo.disable(functional.linear)
 def test_products_that_are_not_traced_are_named() -> None:
     model = nn.Sequential(nn.Linear(64, 64).bfloat16(), Linear(untraced))
     lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
-    assert [(finding.rule, finding.problem) for finding in lint] == [  # the frame of the Sequential is skipped, too
+    assert [(finding.rule, finding.what) for finding in lint] == [  # the frame of the Sequential is skipped, too
         ("not-traced", "1 aten.addmm outside of the graphs that Dynamo traced"),
         ("not-traced", "1 aten.mm outside of the graphs that Dynamo traced"),
     ]
@@ -386,7 +386,8 @@ def test_a_lint_reads_as_text() -> None:
     assert text.splitlines() == [
         "1 product, 1 in low precision: 1 error",
         "error [scale-lost]",
-        "  the model, _scaled_mm: cast by the amax at amax_1, which the product does not undo",
+        "  the model, _scaled_mm: cast by the amax at amax_1, which the product does not undo: "
+        "results are as many times too large or too small",
         "  -> Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
     ]
 
