@@ -239,9 +239,8 @@ class _Flow:
             if scale.tensor is not None and bool((scale.tensor.float() == 1).all()):
                 self._no_scale(node, source, f"has the scale {scale.leaf} = 1")
             for root, exponents in state.exponents.items():
-                wide = spread(exponents, shape_of(node))
-                if wide is not None:
-                    sign = self._sign_of_stored(source, self.sources[partner])
+                wide, sign = spread(exponents, shape_of(node)), self._sign_of_stored(source, self.sources[partner])
+                if wide is not None and sign is not None:
                     mine = wide * sign
                     degree = multiple(mine, root) if exponents.numel() else None
                     cast_ = replace(cast_, degrees={root: degree if degree is not None else sign})
@@ -275,16 +274,22 @@ class _Flow:
         return any(word in source.leaf for word in ("input", "act", "output", "x_", "_x", "grad", "hist"))
 
     @staticmethod
-    def _sign_of_stored(source: Source, scale: Source) -> float:
-        """-1 for bytes that are multiplied by their scale, 1 for those that are divided by it; the numbers tell."""
+    def _sign_of_stored(source: Source, scale: Source) -> float | None:
+        """-1 for bytes that are multiplied by their scale, 1 for those that are divided by it; None if nothing tells.
+
+        The decoded numbers tell, if one of both is a hundred times nearer to what weights have; else the name.
+        """
+        named = -1.0 if scale.leaf.endswith(("_inv", "weight_scale")) else None
         if source.tensor is None or scale.tensor is None:
-            return -1.0
+            return named
         numbers, scales = source.tensor.flatten()[:_SAMPLE].float(), scale.tensor.float().abs()
         size, factor = float(numbers.square().mean().sqrt()), float(scales.log2().mean().exp2())
-        if not (size > 0 and factor > 0 and math.isfinite(size) and math.isfinite(factor)) or factor == 1:
-            return -1.0
+        if not (size > 0 and factor > 0 and math.isfinite(size) and math.isfinite(factor)):
+            return named
         multiplied, divided = (abs(math.log10(x) + 1.5) for x in (size * factor, size / factor))
-        return -1.0 if multiplied <= divided else 1.0
+        if abs(multiplied - divided) < 2:
+            return named
+        return -1.0 if multiplied < divided else 1.0
 
     # Scales
 
