@@ -24,6 +24,7 @@ from torch import fx
 from fp8graph.compat.ops import OpOverload, named_arguments, schema
 from fp8graph.compat.products import is_of_torch, operation_of, was_product
 from fp8graph.ir.nodes import backward_nodes, size_hint
+from fp8graph.libraries.products import LIBRARIES
 
 CUSTOM: Final = "custom op"  # the kind of those that nobody can count
 _LOW: Final = (torch.int8, torch.uint8)
@@ -61,7 +62,8 @@ def may_be_product(node: fx.Node) -> bool:
     """Whether :func:`products_of` may list ``node``: cheaper, and without false negatives."""
     if node.op != "call_function":
         return False
-    return operation_of(node.target) is not None or not is_of_torch(node.target) or was_product(node)
+    op = op_of(node)
+    return operation_of(op) is not None or not is_of_torch(op) or was_product(node)
 
 
 def products_of(graph: fx.Graph, stored: Collection[fx.Node]) -> list[Product]:
@@ -103,7 +105,7 @@ def product_of(
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     in_backward = node in backward
-    operation = operation_of(node.target)
+    operation = operation_of(op_of(node)) or LIBRARIES.get(_name_of(node))
     if operation is not None:
         args = _arguments(node)
         places = [args[place] for place in operation.operands if place < len(args)]
@@ -116,7 +118,7 @@ def product_of(
         summed = cast(fx.Node, node.args[0])
         flops, original = 2 * _hint(_value(summed).numel()), node.meta["original_aten"]
         return _product(node, "matmul", flops, _factors(summed), in_backward, original)
-    if not is_of_torch(node.target) and (operands := _operands_of_custom(node, weights)):
+    if not is_of_torch(op_of(node)) and (operands := _operands_of_custom(node, weights)):
         return _product(node, CUSTOM, None, operands, in_backward)
     return None
 
@@ -124,9 +126,22 @@ def product_of(
 def _product(
     node: fx.Node, kind: str, flops: int | None, operands: Sequence[fx.Node], backward: bool, op: Any = None
 ) -> Product:
-    op = op or node.target
-    name = str(op.overloadpacket) if isinstance(op, OpOverload) else str(getattr(op, "__name__", op))
+    name = _name(op or op_of(node))
     return Product(node=node, kind=kind, op=name, flops=flops, operands=tuple(operands), backward=backward)
+
+
+def op_of(node: fx.Node) -> Any:
+    """The op that ``node`` runs; of one that writes to its arguments, the op inside of ``auto_functionalized``."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, OpOverload) else node.target
+
+
+def _name(op: Any) -> str:
+    return str(op.overloadpacket) if isinstance(op, OpOverload) else str(getattr(op, "__name__", op))
+
+
+def _name_of(node: fx.Node) -> str:
+    return _name(op_of(node))
 
 
 def _value(node: fx.Node) -> torch.Tensor:
@@ -169,14 +184,16 @@ def _numbers(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors of two or more dims that ``node`` reads, and does not write, whose elements may be numbers."""
     written = _written(node)
     for source in node.all_input_nodes:
-        if _is_tensor(source) and source not in written and (val := _value(source)).ndim >= 2:
+        is_new = source.op == "call_function" and not source.all_input_nodes  # a buffer for results
+        if not is_new and _is_tensor(source) and source not in written and (val := _value(source)).ndim >= 2:
             if val.dtype.is_floating_point or val.dtype in (*_LOW, *_CODES):
                 yield source
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
     if not isinstance(node.target, OpOverload):
-        return set()
+        bases = cast("Sequence[Any]", node.kwargs.get("_all_bases") or ())  # of auto_functionalized
+        return {base for base in bases if isinstance(base, fx.Node)}
     arguments = named_arguments(node)
     names = [each.name for each in schema(node.target).arguments if each.alias_info and each.alias_info.is_write]
     return {arguments[name] for name in names if isinstance(arguments[name], fx.Node)}
@@ -194,6 +211,11 @@ def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.
     return others if low and len(others) > 1 and not decodes else []
 
 
+def reads_codes(node: fx.Node) -> bool:
+    """Whether ``node`` reads numbers of eight bits or fewer."""
+    return any(is_low(_value(source).dtype) for source in node.all_input_nodes if _is_tensor(source))
+
+
 def _results(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val")
     values = cast("Sequence[Any]", val) if isinstance(val, (list, tuple)) else [val]
@@ -206,13 +228,14 @@ def _same_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _gradient_of_weight(node: fx.Node, products: Sequence[Product], weights: Collection[fx.Node]) -> Product | None:
     """The gradient of a weight, by an op of a library one of whose ops multiplied that weight."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_of_torch(node.target):
+    op = op_of(node)
+    if node.op != "call_function" or not isinstance(op, OpOverload) or is_of_torch(op):
         return None
-    operands = list(_numbers(node))
+    operands = [x for x in _numbers(node) if x not in weights]
     same_library = (
         product
         for product in products
-        if product.kind == CUSTOM and getattr(product.node.target, "namespace", "") == node.target.namespace
+        if product.kind == CUSTOM and getattr(op_of(product.node), "namespace", "") == op.namespace
     )
     multiplied = [_value(x) for product in same_library for x in product.operands if x in weights]
     of_weight = any(_same_sizes(result, weight) for result in _results(node) for weight in multiplied)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from fp8graph.compat.attention import FORMS
 from fp8graph.compat.ops import OpOverload
 
-__all__ = ["Counter", "Operation", "is_of_torch", "operation_of", "was_product"]
+__all__ = ["Counter", "Operation", "by_first", "is_of_torch", "operation_of", "was_product"]
 
 Counter = Callable[[Sequence[Any], Any], int]  # of the arguments and the result, with a list of sizes for each tensor
 
@@ -35,8 +35,8 @@ class Operation(NamedTuple):
     formula: Counter | None  #: its FLOPs; None: they depend on more than sizes
 
 
-def _by_first(args: Sequence[Any], out: Any) -> int:
-    """[..., k] @ [k, n]."""
+def by_first(args: Sequence[Any], out: Any) -> int:
+    """Return the FLOPs of [..., k] @ [k, n], in which the first argument says k."""
     return 2 * math.prod(out) * args[0][-1]
 
 
@@ -96,26 +96,26 @@ def _backward_of(forward: Counter, first: int) -> Counter:
     return lambda args, out: 5 * forward(args[first:], out) // 2
 
 
-_PACKED: Final = Operation("matmul of packed weights", (0, 1), _by_first)
+_PACKED: Final = Operation("matmul of packed weights", (0, 1), by_first)
 _SPARSE: Final = "sparse matmul"
 _RECURRENT: Final = Operation("recurrent layer", (0,), None)
 
 # By name. Those that torch's registry has keep its count: it is the one that profilers print.
 _BY_NAME: Final[Mapping[str, Operation]] = {
-    "aten.mm": Operation("matmul", (0, 1), _by_first),
-    "aten.bmm": Operation("matmul", (0, 1), _by_first),
+    "aten.mm": Operation("matmul", (0, 1), by_first),
+    "aten.bmm": Operation("matmul", (0, 1), by_first),
     "aten.addmm": Operation("matmul", (1, 2), _by_second),
     "aten.baddbmm": Operation("matmul", (1, 2), _by_second),
     "aten.addbmm": Operation("matmul", (1, 2), _added_up),
-    "aten.linear": Operation("matmul", (0, 1), _by_first),
+    "aten.linear": Operation("matmul", (0, 1), by_first),
     "aten._addmm_activation": Operation("matmul", (1, 2), _by_second),
     "aten._grouped_mm": Operation("grouped matmul", (0, 1), _grouped),
     "fp8graph.grouped_mm": Operation("grouped matmul", (0, 1), _grouped),
-    "aten._scaled_mm": Operation("scaled matmul", (0, 1), _by_first),
-    "aten._scaled_mm_v2": Operation("scaled matmul", (0, 1), _by_first),
+    "aten._scaled_mm": Operation("scaled matmul", (0, 1), by_first),
+    "aten._scaled_mm_v2": Operation("scaled matmul", (0, 1), by_first),
     "aten._scaled_grouped_mm": Operation("scaled grouped matmul", (0, 1), _grouped),
     "aten._scaled_grouped_mm_v2": Operation("scaled grouped matmul", (0, 1), _grouped),
-    "aten._int_mm": Operation("integer matmul", (0, 1), _by_first),
+    "aten._int_mm": Operation("integer matmul", (0, 1), by_first),
     "aten._weight_int8pack_mm": _PACKED,
     "aten._weight_int4pack_mm": _PACKED,
     "aten._weight_int4pack_mm_for_cpu": _PACKED,
@@ -125,7 +125,7 @@ _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten._cslt_sparse_mm": Operation(_SPARSE, (0, 1), _by_rows_of_second),
     "aten._sparse_semi_structured_mm": Operation(_SPARSE, (0, 2), _as_if_dense),
     "aten._sparse_semi_structured_addmm": Operation(_SPARSE, (1, 3), _as_if_dense),
-    "aten._sparse_semi_structured_linear": Operation(_SPARSE, (0, 1), _by_first),
+    "aten._sparse_semi_structured_linear": Operation(_SPARSE, (0, 1), by_first),
     "aten.convolution": Operation("convolution", (0, 1), None),
     "aten.convolution_backward": Operation("convolution", (0, 1, 2), None),
     "aten._trilinear": Operation("bilinear", (0, 1, 2), _trilinear),

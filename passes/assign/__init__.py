@@ -21,7 +21,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fp8graph.analysis.products import reads_codes
 from fp8graph.analysis.stored import as_stored, stored_view, why_not_as_stored
+from fp8graph.compat.ops import OpOverload
+from fp8graph.compat.products import is_of_torch
 from fp8graph.hardware import Hardware
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
@@ -42,7 +45,7 @@ _FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
-    orphaned = _FORWARD_ELSEWHERE if compilation.facts.subgraph else _NO_FORWARD
+    orphaned = _FORWARD_ELSEWHERE if compilation.facts.subgraph else ""
     for site in compilation.sites:
         resolution = compilation.facts.decisions.of(site)
         stored = next(filter(None, map(stored_view, site.gemms)), None)
@@ -53,7 +56,12 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 if of_weight is not None
                 else decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
-                else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
+                else Decision(
+                    recipe=None,
+                    reason=orphaned or _why_no_forward(gemm),
+                    execution="high precision",
+                    resolution=resolution,
+                )
             )
     refuse_fused_ops(graph, compilation)
     _refuse_slow(graph, compilation)
@@ -65,6 +73,18 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 in_fp8 = decisions[site.gemms[0].node].recipe is not None  # but not read by backward
                 decisions[gemm.node] = replace(changed, required=in_fp8 and decision.resolution.by_user)
     compilation.rows += [_row(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
+
+
+def _why_no_forward(gemm: Gemm) -> str:
+    """The reason of a backward matmul that stands alone: its weight may be decoded by an op of another library."""
+    for view in (gemm.a, gemm.b):
+        op = view.tensor.target
+        if isinstance(op, OpOverload) and not is_of_torch(op) and reads_codes(view.tensor):
+            return (
+                f"{op.overloadpacket} decodes its weight for backward alone: forward multiplies inside one op of "
+                f"{op.namespace}"
+            )
+    return _NO_FORWARD
 
 
 def _refuse_slow(graph: fx.Graph, compilation: Compilation) -> None:

@@ -113,6 +113,60 @@ def test_grouped_products_count_each_token_once() -> None:
     assert [facts(p) for p in (*forward, *of_weights)] == [("aten._grouped_mm", "grouped matmul", 2 * 32 * 64 * 48)] * 2
 
 
+@torch.library.custom_op("test_products::gemm_into", mutates_args=("out",))
+def gemm_into(x: Tensor, w: Tensor, out: Tensor) -> None:
+    out.copy_(x @ w.t())
+
+
+gemm_into.register_fake(lambda x, w, out: None)
+
+
+class Into(nn.Module):
+    """A library's op that writes its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(48, 64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gemm_into(x, self.w, out := x.new_empty(x.shape[0], 48))
+        return out * x.sum()
+
+
+def test_an_op_that_writes_its_result_is_a_product() -> None:
+    graph = joint(Into(), torch.randn(32, 64, requires_grad=True)).graph
+    weight, *_ = graph.find_nodes(op="placeholder")
+    (product,) = products_of(graph, [weight])
+    assert facts(product) == ("test_products.gemm_into", CUSTOM, None)
+    assert [tuple(x.meta["val"].shape) for x in product.operands] == [(32, 64), (48, 64)]
+
+
+def test_a_buffer_for_the_result_is_no_operand() -> None:
+    def copy(x: Tensor, w: Tensor) -> Tensor:
+        store(out := torch.empty(48, 64), w)
+        return x @ out.t()
+
+    assert [product.op for product in products(copy, X, W, stored=1)] == ["aten.mm"]
+
+
+def four_bits(x: Tensor, w: Tensor, shape: list[int]) -> Tensor:
+    return x.new_empty(*x.shape[:-1], shape[0])
+
+
+def test_bitsandbytes_ops_are_counted() -> None:
+    """With the schema of its ``_ops.py``, which need not be installed."""
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        pytest.skip("it is installed, and has defined the op")
+    with torch.library._scoped_library("bitsandbytes", "DEF") as library:
+        library.define("gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize) -> Tensor")
+        library.impl("gemm_4bit", lambda x, w, shape, *_: four_bits(x, w, shape), "CompositeExplicitAutograd")
+        codes, absmax = torch.empty(48 * 32, 1, dtype=torch.uint8), torch.empty(48)
+        op = torch.ops.bitsandbytes.gemm_4bit
+        (product,) = products(lambda x, w, s: op(x, w, [48, 64], s, 64), X, codes, absmax, stored=2)
+    assert facts(product) == ("bitsandbytes.gemm_4bit", "matmul of 4-bit weights", 2 * 32 * 64 * 48)
+    assert product.low == torch.uint8
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

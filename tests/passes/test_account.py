@@ -138,6 +138,55 @@ def test_the_graph_is_not_changed() -> None:
     assert "account" not in view_of(MLP(64, 64).bfloat16(), x).stages
 
 
+@torch.library.custom_op("test_account::gemm_of_codes", mutates_args=())
+def gemm_of_codes(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    return x @ (codes.to(x.dtype) * scale).t()
+
+
+@torch.library.custom_op("test_account::decode", mutates_args=())
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.to(scale.dtype) * scale
+
+
+gemm_of_codes.register_fake(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
+decode.register_fake(lambda codes, scale: scale.new_empty(codes.shape))
+gemm_of_codes.register_autograd(
+    lambda ctx, dy: (dy @ decode(*ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
+)
+
+
+class Base(nn.Module):
+    """A base layer of QLoRA, whose codes are multiplied inside of one op, or decoded by one in front of the linear."""
+
+    def __init__(self, *, visible: bool) -> None:
+        super().__init__()
+        self.visible = visible
+        self.codes = nn.Parameter(torch.randint(-8, 8, (64, 64), dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.full((64, 1), 0.05).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.get_buffer("scale")
+        return F.linear(x, decode(self.codes, scale)) if self.visible else gemm_of_codes(x, self.codes, scale)
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_the_base_of_qlora_has_rows_in_both_directions(*, visible: bool) -> None:
+    """As bitsandbytes, with one op for both, and as others, whose dequantization is in the graph."""
+    base = Base(visible=visible)
+    before, backend = base.codes.clone(), eager_backend(ALL)
+    model = torch.compile(nn.Sequential(nn.Linear(64, 64).bfloat16(), base), backend=backend, fullgraph=True)
+    model(torch.randn(32, 64).bfloat16()).sum().backward()
+    gemms = {row.gemm: row for row in backend.report.gemms if row.fqn == "1"}
+    others = [(row.op, row.direction, row.execution) for row in backend.report.others]
+    if visible:
+        assert (gemms["fprop"].recipe, gemms["dgrad"].recipe, others) == ("tensorwise", "tensorwise", [])
+    else:
+        assert others == [("test_account.gemm_of_codes", "forward", OPAQUE)]
+        assert gemms["dgrad"].reason.startswith("test_account.decode decodes its weight for backward alone: forward")
+    assert torch.equal(base.codes, before)
+
+
 def test_attention_has_its_own_row() -> None:
     q = torch.randn(1, 2, 16, 32).bfloat16()
     report = fp8graph.explain(By(lambda x, w: F.scaled_dot_product_attention(x @ w[:32, :32], x, x)), q, training=True)
