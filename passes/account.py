@@ -16,25 +16,25 @@ from typing import Final
 from torch import fx
 
 from fp8graph.analysis.products import CUSTOM, Product, may_be_product, products_of, weights_of
+from fp8graph.compat.attention import FORMS
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import Parameter, graph_inputs, names_of, parameters_of, place_of, sources_of
-from fp8graph.ir.nodes import SITES, value
+from fp8graph.ir.nodes import SITES, backward_nodes, nodes, value
 from fp8graph.ir.sites import Site
 from fp8graph.ir.text import short
-from fp8graph.passes.attention.occurrences import Attention
-from fp8graph.records import OPAQUE, ProductRecord
+from fp8graph.records import OPAQUE, AttentionRecord, ProductRecord
 
 _MODULES: Final = ("_modules[", "_parameters[", "_buffers[")  # in the name of an input that a module holds
 
 
 def has_other_products(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether a node may be such a product."""
-    attended = _attended(compilation)
+    attended = _attended(graph, compilation)
     return any(may_be_product(node) and node.target not in SITES and node not in attended for node in graph.nodes)
 
 
 def account(graph: fx.Graph, compilation: Compilation) -> None:
-    listed, facts = _attended(compilation), compilation.facts
+    listed, facts = _attended(graph, compilation), compilation.facts
     stored = [node for node, index in graph_inputs(graph) if index is not None and _is_stored(index, compilation)]
     products = [p for p in products_of(graph, stored) if p.node.target not in SITES and p.node not in listed]
     parameters, weights = parameters_of(graph, facts.parameters), weights_of(graph, stored)
@@ -53,8 +53,13 @@ def account(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.rows += [_row(product, owners[product.node]) for product in products]
 
 
-def _attended(compilation: Compilation) -> set[fx.Node]:
-    return {node for each in compilation.results(Attention) for node in (*each.forward, *each.backward)}
+def _attended(graph: fx.Graph, compilation: Compilation) -> set[fx.Node]:
+    """The attentions that have rows: not those that backward runs again."""
+    if AttentionRecord not in compilation.others:
+        return set()
+    backward = backward_nodes(graph)
+    forms = {node for node in nodes(graph, FORMS) if node not in backward}
+    return {*forms, *nodes(graph, [form.backward for form in FORMS.values()])}
 
 
 def _is_stored(index: int, compilation: Compilation) -> bool:

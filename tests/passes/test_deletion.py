@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 LIST = "passes/__init__.py"
 
 FEATURES = (
+    "account.py",
     "accumulate_wgrad.py",
     "attention",
     "connect_scales",
