@@ -61,7 +61,7 @@ _MANY: Final = 100  # layers that are wrong: no cause is looked for among pairs 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLint:
-    """The findings of :func:`lint_checkpoint`. It is true if there is no error.
+    """The findings of :func:`fp8graph.lint` in a folder. It is true if there is no error.
 
     ``compared``: with which model names and shapes were compared, or why not.
     """
