@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import types
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, cast
 from unittest import mock
@@ -24,34 +26,48 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_tr
 
 from fp8graph.compat.ops import pytree
 
+_WATCH: Final = "_fp8graph_watch"
 
-class WatchfulFakeMode(FakeTensorMode):
-    """A fake mode that tells which ops run outside of compiled code, where Dynamo did not trace.
+
+@dataclasses.dataclass
+class _Watch:
+    """Whether what runs is compiled code, or a part of an op that was told."""
+
+    in_graph: bool = False
+
+
+def watchful_fake_mode(tell: Callable[[Any], object]) -> FakeTensorMode:
+    """Return a fake mode that tells which ops run outside of compiled code, where Dynamo did not trace.
+
+    Not a subclass: higher-order ops have rules for modes of this very class.
 
     Args:
         tell: called with such an op before it runs.
     """
+    mode: Any = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    watch, dispatch = _Watch(), mode.__torch_dispatch__
 
-    def __init__(self, tell: Callable[[Any], object]) -> None:
-        super().__init__(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        self._tell = tell
-        self.in_graph = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.in_graph or TracingContext.try_get() is not None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        self._tell(func)
-        self.in_graph = True  # the ops that this one consists of
+    def watched(_mode: Any, func: Any, of_types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if watch.in_graph or TracingContext.try_get() is not None:
+            return dispatch(func, of_types, args, kwargs)
+        tell(func)
+        watch.in_graph = True  # the ops that this one consists of
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return dispatch(func, of_types, args, kwargs)
         finally:
-            self.in_graph = False
+            watch.in_graph = False
+
+    mode.__torch_dispatch__ = types.MethodType(watched, mode)  # torch wants a method of the mode
+    setattr(mode, _WATCH, watch)
+    return mode
 
 
 @contextlib.contextmanager
 def running_a_graph() -> Generator[None]:
-    """Note that what runs inside is compiled code, for a :class:`WatchfulFakeMode` that is active."""
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, WatchfulFakeMode)]
+    """Note that what runs inside is compiled code, for a :func:`watchful_fake_mode` that is active."""
+    modes: list[Any] = [
+        watch for mode in _get_current_dispatch_mode_stack() if (watch := getattr(mode, _WATCH, None)) is not None
+    ]
     for mode in modes:
         mode.in_graph = True
     try:

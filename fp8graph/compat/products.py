@@ -81,6 +81,15 @@ def _attention(args: Sequence[Any], _out: Any) -> int:
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
+def _convolution_backward(args: Sequence[Any], _out: Any) -> int:
+    """Of dy [n, c', ...], x [n, c, ...] and w [c', c / groups, ...]: as forward for each of the gradients of x and w.
+
+    Transposed, w is [c, c' / groups, ...]. Torch's own count knows no groups.
+    """
+    dy, x, w, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    return 2 * math.prod(x if transposed else dy) * math.prod(w[1:]) * sum(map(bool, wanted[:2]))
+
+
 def _logits(args: Sequence[Any], _out: Any) -> int:
     """[tokens, k] @ [classes, k].T."""
     return 2 * math.prod(args[0]) * args[1][0]
@@ -100,7 +109,7 @@ _PACKED: Final = Operation("matmul of packed weights", (0, 1), by_first)
 _SPARSE: Final = "sparse matmul"
 _RECURRENT: Final = Operation("recurrent layer", (0,), None)
 
-# By name. Those that torch's registry has keep its count: it is the one that profilers print.
+# By name. Those that torch's registry has and that have no formula here keep its count, which profilers print.
 _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten.mm": Operation("matmul", (0, 1), by_first),
     "aten.bmm": Operation("matmul", (0, 1), by_first),
@@ -127,7 +136,7 @@ _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten._sparse_semi_structured_addmm": Operation(_SPARSE, (1, 3), _as_if_dense),
     "aten._sparse_semi_structured_linear": Operation(_SPARSE, (0, 1), by_first),
     "aten.convolution": Operation("convolution", (0, 1), None),
-    "aten.convolution_backward": Operation("convolution", (0, 1, 2), None),
+    "aten.convolution_backward": Operation("convolution", (0, 1, 2), _convolution_backward),
     "aten._trilinear": Operation("bilinear", (0, 1, 2), _trilinear),
     "aten.mkldnn_rnn_layer": _RECURRENT,
     "aten.mkldnn_rnn_layer_backward": _RECURRENT,
@@ -135,6 +144,8 @@ _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten._cudnn_rnn_backward": _RECURRENT,
     "aten.miopen_rnn": _RECURRENT,
     "aten.miopen_rnn_backward": _RECURRENT,
+    "aten._transformer_encoder_layer_fwd": Operation("encoder layer", (0,), None),
+    "aten._native_multi_head_attention": Operation("attention with its projections", (0, 1, 2), None),
     "aten.linalg_matrix_exp": Operation("matrix exponential", (0,), None),
     "torch_nn._linear_cross_entropy_batch_chunked": Operation(
         "linear and cross-entropy", (0, 1), _logits_and_gradients
@@ -168,7 +179,7 @@ def operation_of(op: Any) -> Operation | None:
     packet = _packet(op)
     operation, registered = _BY_NAME.get(str(packet)), flop_registry.get(packet)
     if registered is None or (operation is not None and operation.formula is not None):
-        return operation  # torch's own count of those is the same
+        return operation  # torch's own count of those is the same, but for groups
     if operation is None and is_of_torch(op):
         return _of_registry(str(packet), registered)
     return (operation or Operation("custom op", (), None))._replace(formula=_with_sizes(registered))

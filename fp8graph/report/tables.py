@@ -16,7 +16,10 @@ def summary(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord] = (), gra
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
     of_all = shares(gemms, others)
     share = f", {percent(of_all.fp8 / of_all.total)} of the FLOPs of all products" if of_all.total else ""
-    share += f" but {of_all.opaque} of unknown FLOPs" if of_all.opaque else ""
+    if of_all.opaque:
+        share += (
+            f" but {of_all.opaque} of unknown FLOPs" if share else f", and {of_all.opaque} products of unknown FLOPs"
+        )
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
     text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")

@@ -328,6 +328,7 @@ def named_problems(checkpoint: Checkpoint, model: Any) -> list[str]:
     unknown = [name for name in tensors if name not in of_model and not _ADDED.search(name)]
     missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unknown = _without(unknown, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    unknown = _without(unknown, [r"rotary_emb\.inv_freq$"])  # transformers leaves those of older models out, too
     file, title = checkpoint.folder / "config.json", type(model).__name__
     texts = ((missing, "is not in the checkpoint"), (unknown, "is in the checkpoint, and not in that model"))
     return [f"{file}: of {title}, {name!r} {text}" for names, text in texts for name in sorted(names)]

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints import Checkpoint, Shards
+from fp8graph.checkpoints import WHOLE, Checkpoint, Shards
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import EMBEDDING
 from fp8graph.checkpoints.modelopt import FILE
@@ -54,6 +54,7 @@ _LINEAR: Final = re.compile(
     r"value|w[123okqv])$"
 )
 _READ_ONE: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # one input
+_CROSS: Final = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)  # attention, whose q reads another tensor
 _OF_TILES: Final = "weight_scale_inv"
 _TRAINED: Final = re.compile(r"(?:^|\.)(?:weight|bias)$")  # others may be masks, with -inf
 _MANY: Final = 100  # layers that are wrong: no cause is looked for among pairs of more
@@ -337,11 +338,14 @@ def _codes(layer: Layer, _checkpoint: Checkpoint) -> Iterator[Finding]:
         )
         return
     top = float(layer.tops.max())
+    shared = layer.stored.block == (WHOLE, WHOLE) and layer.most != 1
     if top < _UNSCALED[layer.packed]:
         yield Finding(
-            rule="unscaled", severity="error", where=layer.name,
+            rule="unscaled", severity="warning" if shared else "error", where=layer.name,
             what=f"its largest code is {top:.3g}",
-            why="it was cast without a scale, and most of its bits are lost",
+            why="it shares a scale with much larger weights"
+            if shared
+            else "it was cast without a scale, and most of its bits are lost",
             todo=again,
         )  # fmt: skip
     elif layer.saturated > _CLIPPED[layer.packed] and layer.kinds > _FEW:
@@ -464,11 +468,11 @@ def _exchanged(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Fin
         for (first, factor), (second, other) in itertools.combinations(of_block[:_MANY], 2):
             if abs(factor + other) < 0.2 * max(abs(factor), abs(other)):
                 yield Finding(
-                    rule="exchanged", severity="error", where=first,
+                    rule="exchanged", severity="warning", where=first,
                     what=f"its RMS is {math.exp(factor):.2g} times that of its siblings, and that of {second!r} "
                     f"{math.exp(other):.2g} times",
-                    why="each has the other's scales",
-                    todo="Exchange the scales of the two layers.",
+                    why="each may have the other's scales",
+                    todo="Compare the scales of the two layers with those that they were quantized with.",
                 )  # fmt: skip
 
 
@@ -481,8 +485,9 @@ def _copies(layers: Sequence[Layer], checkpoint: Checkpoint) -> Iterator[Finding
             names = [checkpoint.layers[each.name].names(each.name)["weight"] for each in (layer, other)]
             if other is not layer and torch.equal(*(checkpoint.shards.tensor(n).view(torch.uint8) for n in names)):
                 yield Finding(
-                    rule="same-bytes", severity="error", where=layer.name,
-                    what=f"it has the bytes of {other.name!r}", why="one weight was written twice",
+                    rule="same-bytes", severity="warning", where=layer.name,
+                    what=f"it has the bytes of {other.name!r}",
+                    why="one weight was written twice, or the model is merged of copies",
                     todo="Write each layer's own weight.",
                 )  # fmt: skip
 
@@ -534,7 +539,8 @@ def _by_input(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
     for layer in layers:
         module, _, last = layer.name.rpartition(".")
         if kind := next((kind for kind in _READ_ONE if last in kind), None):
-            groups.setdefault((module, kind), []).append(layer)
+            if last != "q_proj" or not _CROSS.search(module):
+                groups.setdefault((module, kind), []).append(layer)
     yield from groups.values()
 
 

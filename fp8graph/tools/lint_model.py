@@ -19,8 +19,8 @@ from fp8graph.analysis.scales.flow import faults as faults_of
 from fp8graph.analysis.scales.ops import OPERANDS
 from fp8graph.analysis.scales.states import Fault, Product, Source
 from fp8graph.compat import aot, dynamo, wrappers
-from fp8graph.compat.fakes import WatchfulFakeMode
-from fp8graph.errors import expect
+from fp8graph.compat.fakes import watchful_fake_mode
+from fp8graph.errors import Fp8GraphError, expect
 from fp8graph.ir.naming import split_source
 from fp8graph.ir.nodes import backward_nodes, module_path
 from fp8graph.libraries import adopt
@@ -194,14 +194,16 @@ def traced(
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     graphs: list[tuple[fx.Graph, list[str]]] = []
     try:
-        mode = WatchfulFakeMode(tell)
+        mode = watchful_fake_mode(tell)
         with (
             fakes_of(model, args, kwargs, training, mode) as (fake_model, fake_args, fake_kwargs),
             aot.backward_at_once(),
         ):
             adopt(fake_model)  # layers whose kernels run on a GPU alone are traced as what they compute
             torch.compile(fake_model, backend=aot.keeping(graphs))(*fake_args, **fake_kwargs)
-    except (*dynamo.ERRORS_OF_MODELS, dynamo.NOT_TRACED) as error:
+    except Fp8GraphError:
+        raise
+    except Exception as error:  # of the model, or of tracing it: each class fails in its own way
         name, reason = type(model).__name__, " ".join(str(error).split())[:400]
         raise InputsError(f"lint(model, ...): {name} does not run with these inputs. {reason}") from error
     return [(graph, _sources(graph, names, tensors)) for graph, names in graphs]

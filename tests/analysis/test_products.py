@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -261,3 +261,22 @@ def registered() -> Iterator[None]:
 def test_a_registered_formula_counts_a_custom_op() -> None:
     (product,) = products(lambda x, w: gemm(x, w), X, W, stored=1)
     assert facts(product) == ("test_products.gemm", CUSTOM, 2 * 32 * 64 * 48)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "x", "w"),
+    [
+        (lambda x, w: F.conv2d(x, w, groups=32), (2, 32, 8, 8), (64, 1, 3, 3)),
+        (F.conv1d, (2, 16, 20), (32, 16, 3)),
+        (lambda x, w: F.conv_transpose2d(x, w, stride=2, groups=4), (2, 16, 5, 5), (16, 8, 3, 3)),
+    ],
+    ids=["depthwise", "plain", "transposed"],
+)
+def test_backward_of_a_convolution_is_two_of_forward(convolution: Any, x: Any, w: Any) -> None:
+    """Also in groups, of which torch's count of backward knows nothing."""
+
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad([convolution(x, w).sum()], [x, w])
+
+    forward, backward = products(step, torch.randn(x, requires_grad=True), torch.randn(w, requires_grad=True))
+    assert backward.flops == 2 * cast(int, forward.flops)

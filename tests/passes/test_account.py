@@ -194,6 +194,14 @@ def test_attention_has_its_own_row() -> None:
     assert [type(row).__name__ for row in report.others] == ["AttentionRecord", "AttentionRecord"]
 
 
+def test_torchs_encoder_layer_for_inference_has_a_row() -> None:
+    encoder = nn.TransformerEncoderLayer(64, 2, 32, batch_first=True).eval()
+    report = fp8graph.explain(beside(encoder.bfloat16()), torch.randn(2, 4, 64).bfloat16(), training=False)
+    (row,) = [row for row in report.others if isinstance(row, ProductRecord)]
+    assert (row.op, row.execution) == ("aten._transformer_encoder_layer_fwd", OPAQUE)
+    assert report.summary().startswith("1 of 1 GEMMs in FP8, 100 % of the FLOPs of all products but 1 of unknown FLOPs")
+
+
 def test_no_rule_names_it_and_strict_mode_asks_for_nothing() -> None:
     policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise", op="*")])
     with torch.no_grad():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
 from fp8graph import ConfigError
@@ -408,6 +409,41 @@ def test_a_lint_reads_as_text() -> None:
         "results are as many times too large or too small",
         "  -> Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
     ]
+
+
+def test_a_checkpointed_llama_is_traced() -> None:
+    """Its dropout is a higher-order op, which has no rule for a mode of a class of ours."""
+    settings: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64,
+        "attention_dropout": 0.1,
+    }  # fmt: skip
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    ids = torch.arange(32)[None]
+    lint = fp8graph.lint(model.bfloat16().train(), input_ids=ids, labels=ids, use_cache=False)
+    assert (lint.findings, len(lint.products) > 8) == ((), True)
+
+
+def test_scales_as_bytes_of_e8m0_are_named_and_not_judged() -> None:
+    net = nn.Sequential(nn.Linear(128, 128)).bfloat16()
+    (finding,) = fp8graph.lint(fp8graph.quantize_weights(net, recipe="mxfp8"), torch.randn(32, 128).bfloat16())
+    assert (finding.rule, finding.severity) == ("opaque", "info")
+
+
+def test_a_fault_before_attention_is_found() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, v: Tensor) -> Tensor:
+            scale = 448 / v.abs().amax().float()
+            v = ((v * scale).to(torch.float8_e4m3fn).float() * scale).to(q.dtype)
+            return functional.scaled_dot_product_attention(q, q, v)
+
+    (finding,) = fp8graph.lint(Attention(), *torch.randn(2, 1, 2, 32, 16).bfloat16()).errors
+    assert finding.rule == "scale-inverted"
+
+
+def test_a_model_that_cannot_be_traced_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"LazyLinear does not run with these inputs"):
+        fp8graph.lint(nn.LazyLinear(4), torch.randn(4, 16))
 
 
 def test_a_meta_model_is_traced() -> None:

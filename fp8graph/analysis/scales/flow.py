@@ -231,6 +231,9 @@ class _Flow:
         """FP8 bytes that are an input, with the scale that belongs to them, if one does for sure."""
         cast_ = Cast(node, dtype, {}, stored=source)
         partner = self._partner(node, source)
+        if partner is None and self._has_exponents(source):
+            self._fault("opaque", "info", node, "its scales are bytes of E8M0, which are not followed")
+            return NOTHING
         if partner is not None:
             state = self.states.get(partner)
             if state is None:
@@ -246,6 +249,11 @@ class _Flow:
                     cast_ = replace(cast_, degrees={root: degree if degree is not None else sign})
                     return State({root: compressed(mine)}, (cast_,), origin=self.keys[node])
         return State({}, (cast_,), origin=self.keys[node])
+
+    def _has_exponents(self, source: Source) -> bool:
+        """Whether its module holds scales as the bytes of E8M0, which are not followed."""
+        beside = (x for x, other in self.sources.items() if other.module == source.module and "scal" in other.leaf)
+        return any(dtype_of(x) == torch.uint8 for x in beside)
 
     def _partner(self, node: fx.Node, source: Source) -> fx.Node | None:
         candidates = [
@@ -704,7 +712,7 @@ class _Flow:
         if any(word in str(target) for word in OTHER_PRODUCTS):
             operands = [x for x in inputs if ndim(x) > 1][:2]
             self.products.append(Product(node, tuple(_precision(x, self._operand(x, node)) for x in operands), ()))
-            if "scaled" in str(target):
+            if "_scaled_grouped_mm" in str(target):
                 return NOTHING
         if not isinstance(target, OpOverload):
             return NOTHING

@@ -107,4 +107,6 @@ OPERANDS: Final[dict[Any, tuple[str, str]]] = {  # the names of both operands
     aten.matmul.default: ("self", "other"),
 }
 BOUNDED: Final = ("softmax", "sigmoid", "exp", "tanh")  # ops whose results need no scale
-OTHER_PRODUCTS: Final = ("grouped_mm", "convolution", "attention", "int_mm", "weight_int", "bilinear", "trilinear")
+OTHER_PRODUCTS: Final = (
+    "grouped_mm", "convolution", "attention", "int_mm", "weight_int", "bilinear", "trilinear", "transformer_encoder",
+)  # fmt: skip
