@@ -31,7 +31,7 @@ _WATCH: Final = "_fp8graph_watch"
 
 @dataclasses.dataclass
 class _Watch:
-    """Whether what runs is compiled code, or a part of an op that was told."""
+    """Whether what runs is compiled code, or a part of an op that was reported."""
 
     in_graph: bool = False
 

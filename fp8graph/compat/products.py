@@ -179,7 +179,7 @@ def operation_of(op: Any) -> Operation | None:
     packet = _packet(op)
     operation, registered = _BY_NAME.get(str(packet)), flop_registry.get(packet)
     if registered is None or (operation is not None and operation.formula is not None):
-        return operation  # torch's own count of those is the same, but for groups
+        return operation  # torch's own count of those is the same, but for backward of convolutions in groups
     if operation is None and is_of_torch(op):
         return _of_registry(str(packet), registered)
     return (operation or Operation("custom op", (), None))._replace(formula=_with_sizes(registered))

@@ -146,9 +146,9 @@ def lint(
             enabled here and some parameter requires one; forward alone, and a finding, if backward cannot be traced.
 
     Raises:
-        ConfigError: (a ``ValueError``) for inputs with which the model does not run.
+        ConfigError: (a ``ValueError``) for inputs with which the model does not run, or cannot be traced.
     """
-    if isinstance(model, (str, Path)) and not args and not kwargs:
+    if isinstance(model, (str, Path)) and not args and not kwargs and training is None:
         return lint_checkpoint(model)
     expect("lint", "model", model, nn.Module, "a model, an nn.Module, or the folder of a checkpoint alone")
     model = wrappers.original_module(cast(nn.Module, model))
@@ -205,7 +205,8 @@ def traced(
         raise
     except Exception as error:  # of the model, or of tracing it: each class fails in its own way
         name, reason = type(model).__name__, " ".join(str(error).split())[:400]
-        raise InputsError(f"lint(model, ...): {name} does not run with these inputs. {reason}") from error
+        what = "does not run" if isinstance(error, dynamo.ERRORS_OF_MODELS) else "cannot be traced"
+        raise InputsError(f"lint(model, ...): {name} {what} with these inputs. {reason}") from error
     return [(graph, _sources(graph, names, tensors)) for graph, names in graphs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fp8graph import ConfigError
 from fp8graph.analysis.scales.flow import faults
 from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
+from fp8graph.tools import lint_model
 from fp8graph.tools.lint_model import traced
 from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, product
 from low_precision_mutants import NEUTRAL, mutants
@@ -400,6 +402,11 @@ def test_products_that_are_not_traced_are_named() -> None:
     assert lint.products == ()
 
 
+def test_every_rule_is_on_the_page() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "lint_model.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)} == {*lint_model._RULES}
+
+
 def test_a_lint_reads_as_text() -> None:
     text = str(fp8graph.lint(linear(inverse_forgotten), torch.randn(32, 64).bfloat16(), training=False))
     assert text.splitlines() == [
@@ -442,7 +449,7 @@ def test_a_fault_before_attention_is_found() -> None:
 
 
 def test_a_model_that_cannot_be_traced_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"LazyLinear does not run with these inputs"):
+    with pytest.raises(ConfigError, match=r"LazyLinear cannot be traced with these inputs"):
         fp8graph.lint(nn.LazyLinear(4), torch.randn(4, 16))
 
 
@@ -456,6 +463,8 @@ def test_inputs_that_do_not_fit_are_a_config_error() -> None:
         fp8graph.lint(nn.Linear(8, 8), torch.randn(4, 9))
     with pytest.raises(ConfigError, match=r"lint\(model='model'\): model must be a model"):
         fp8graph.lint("model", torch.randn(4, 9))  # pyright: ignore
+    with pytest.raises(ConfigError, match=r"or the folder of a checkpoint alone"):
+        fp8graph.lint("model", training=True)  # pyright: ignore
 
 
 def test_a_folder_is_judged_as_a_checkpoint(tmp_path: Path) -> None:
