@@ -15,14 +15,21 @@ from typing import Final
 
 from torch import fx
 
-from fp8graph.analysis.products import CUSTOM, Product, may_be_product, products_of, weights_of
+from fp8graph.analysis.products import (
+    CUSTOM,
+    Product,
+    may_be_product,
+    products_of,
+    record_of,
+    sites_of,
+    weights_of,
+)
 from fp8graph.compat.attention import FORMS
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.naming import Parameter, graph_inputs, names_of, parameters_of, place_of, sources_of
-from fp8graph.ir.nodes import SITES, backward_nodes, nodes, value
-from fp8graph.ir.sites import Site
+from fp8graph.ir.naming import graph_inputs, parameters_of
+from fp8graph.ir.nodes import SITES, backward_nodes, nodes
 from fp8graph.ir.text import short
-from fp8graph.records import OPAQUE, AttentionRecord, ProductRecord
+from fp8graph.records import AttentionRecord, ProductRecord
 
 _MODULES: Final = ("_modules[", "_parameters[", "_buffers[")  # in the name of an input that a module holds
 
@@ -37,20 +44,11 @@ def account(graph: fx.Graph, compilation: Compilation) -> None:
     listed, facts = _attended(graph, compilation), compilation.facts
     stored = [node for node, index in graph_inputs(graph) if index is not None and _is_stored(index, compilation)]
     products = [p for p in products_of(graph, stored) if p.node.target not in SITES and p.node not in listed]
-    parameters, weights = parameters_of(graph, facts.parameters), weights_of(graph, stored)
-    forward = {p.node.meta.get("seq_nr"): p for p in products if not p.backward}
-    owners: dict[fx.Node, Site] = {}
+    sites = sites_of(products, weights_of(graph, stored), parameters_of(graph, facts.parameters))
+    compilation.others[ProductRecord] = list(dict.fromkeys(sites.values()))
     for product in products:
-        first = forward.get(product.node.meta.get("seq_nr"), product) if product.backward else product
-        if first.node not in owners:
-            owners[first.node] = _site(first, weights, parameters)
-        owners[product.node] = owners[first.node]
-    sites = list(dict.fromkeys(owners.values()))
-    names = names_of([site.place for site in sites], facts.parameters.values())
-    for site, (fqn, index) in zip(sites, names, strict=True):
-        site.fqn, site.index = fqn, index
-    compilation.others[ProductRecord] = sites
-    compilation.rows += [_row(product, owners[product.node]) for product in products]
+        reason = "; ".join(_reasons(product))
+        compilation.rows.append(record_of(product, sites[product.node], reason))
 
 
 def _attended(graph: fx.Graph, compilation: Compilation) -> set[fx.Node]:
@@ -69,33 +67,13 @@ def _is_stored(index: int, compilation: Compilation) -> bool:
     return index in facts.parameters or index in facts.buffers or any(part in source for part in _MODULES)
 
 
-def _site(product: Product, weights: set[fx.Node], parameters: dict[fx.Node, Parameter]) -> Site:
-    held = (x for x in product.operands if x in weights and sources_of(x, parameters))
-    return Site(place=place_of(product.node, next(held, None), parameters), op="product", region=None)
-
-
-def _row(product: Product, site: Site) -> ProductRecord:
-    low = "" if product.low is None else short(product.low)
-    return ProductRecord(
-        fqn=site.fqn,
-        index=site.index,
-        kind=product.kind,
-        op=product.op,
-        direction="backward" if product.backward else "forward",
-        shapes=tuple(f"[{', '.join(map(str, value(x).shape))}]" for x in product.operands),
-        dtypes=tuple(short(dtype) for dtype in product.dtypes),
-        low=low,
-        flops=product.flops or 0,
-        reason="; ".join(_reasons(product, low)),
-        execution=OPAQUE if product.flops is None else "low precision" if low else "high precision",
-    )
-
-
-def _reasons(product: Product, low: str) -> Iterator[str]:
-    if low:
-        yield f"the program multiplies {low} itself"
+def _reasons(product: Product) -> Iterator[str]:
+    if product.low is not None:
+        yield f"the program multiplies {short(product.low)} itself"
     elif product.kind == CUSTOM:
         yield "an op of another library"
+    elif product.taken_apart:
+        yield "torch takes it apart into products of elements and their sum"
     else:
         yield f"{product.op} is not among the ops that fp8graph rewrites"
     if product.flops is None:

@@ -9,12 +9,13 @@ A product is
   a weight;
 - the sum of products that a decomposition makes of a matrix and a vector.
 
-An op that reads a weight and its scales alone decodes it, and multiplies nothing.
+An op that reads a weight and its scales alone decodes it, and multiplies nothing. So does an op that rotates by a table
+of cosines, of the sizes of what it rotates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -23,8 +24,12 @@ from torch import fx
 
 from fp8graph.compat.ops import OpOverload, named_arguments, schema
 from fp8graph.compat.products import is_of_torch, operation_of, was_product
+from fp8graph.ir.naming import Parameter, names_of, place_of, sources_of
 from fp8graph.ir.nodes import backward_nodes, size_hint
+from fp8graph.ir.sites import Site
+from fp8graph.ir.text import short
 from fp8graph.libraries.products import LIBRARIES
+from fp8graph.records import OPAQUE, ProductRecord
 
 CUSTOM: Final = "custom op"  # the kind of those that nobody can count
 _LOW: Final = (torch.int8, torch.uint8)
@@ -52,10 +57,57 @@ class Product:
         """The dtype of an operand in eight bits or fewer; None: all have more."""
         return next(filter(is_low, self.dtypes), None)
 
+    @property
+    def taken_apart(self) -> bool:
+        """Whether a decomposition wrote it as products of elements and their sum."""
+        return was_product(self.node)
+
 
 def is_low(dtype: torch.dtype) -> bool:
     """Whether numbers of ``dtype`` have eight bits or fewer: FP8, FP4, int8, or packed into bytes."""
     return dtype in _LOW or (dtype.is_floating_point and dtype.itemsize == 1)
+
+
+def sites_of(
+    products: Sequence[Product], weights: Collection[fx.Node], parameters: Mapping[fx.Node, Parameter]
+) -> dict[fx.Node, Site]:
+    """The named site of each product of a graph; a backward product has that of the forward one with its ``seq_nr``.
+
+    Args:
+        weights: the nodes that hold weights (:func:`weights_of`).
+    """
+    forward = {p.node.meta.get("seq_nr"): p for p in products if not p.backward}
+    sites: dict[fx.Node, Site] = {}
+    for product in products:
+        first = forward.get(product.node.meta.get("seq_nr"), product) if product.backward else product
+        if first.node not in sites:
+            held = (x for x in first.operands if x in weights and sources_of(x, parameters))
+            place = place_of(first.node, next(held, None), parameters)
+            sites[first.node] = Site(place=place, op="product", region=None)
+        sites[product.node] = sites[first.node]
+    owners = list(dict.fromkeys(sites.values()))
+    names = names_of([site.place for site in owners], parameters.values())
+    for site, (fqn, index) in zip(owners, names, strict=True):
+        site.fqn, site.index = fqn, index
+    return sites
+
+
+def record_of(product: Product, site: Site, reason: str) -> ProductRecord:
+    """The row of a product, and why it is left as it is."""
+    low = product.low
+    return ProductRecord(
+        fqn=site.fqn,
+        index=site.index,
+        kind=product.kind,
+        op=product.op,
+        direction="backward" if product.backward else "forward",
+        shapes=tuple(f"[{', '.join(map(str, _value(x).shape))}]" for x in product.operands),
+        dtypes=tuple(map(short, product.dtypes)),
+        low="" if low is None else short(low),
+        flops=product.flops or 0,
+        reason=reason,
+        execution=OPAQUE if product.flops is None else "high precision" if low is None else "low precision",
+    )
 
 
 def may_be_product(node: fx.Node) -> bool:
@@ -204,11 +256,24 @@ def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.
     numbers = list(_numbers(node))
     weighed = [x for x in numbers if x in weights]
     others = [x for x in numbers if x not in weights and _value(x).dtype not in _CODES]
-    if weighed and others:
+    if weighed and others and not all(_scales_elements(w, others[0], node) for w in weighed):
         return [others[0], weighed[0], *others[1:], *weighed[1:]]
     low = [x for x in others if is_low(_value(x).dtype) and _value(x).dtype != torch.uint8]
     decodes = any(_same_sizes(result, _value(x)) for x in low for result in _results(node))
     return others if low and len(others) > 1 and not decodes else []
+
+
+def _scales_elements(weight: fx.Node, x: fx.Node, node: fx.Node) -> bool:
+    """Whether ``weight`` is a table for the elements of ``x``, such as cosines [tokens, size] or [tokens, size / 2].
+
+    An op that multiplies ``x`` [..., k] by a matrix sums over k, which is one of its two sizes.
+    """
+    table, sizes = _sizes(weight), _sizes(x)
+    table = [size for size in table if size != 1]
+    if len(table) != 2 or table[0] == table[1] or _value(weight).dtype.itemsize < 2:
+        return False
+    returns = any(_sizes(result.shape) == sizes for result in _results(node))
+    return returns and table[0] in sizes[:-1] and table[0] != sizes[-1] and table[1] in (sizes[-1], sizes[-1] // 2)
 
 
 def reads_codes(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -120,11 +120,20 @@ def state_that_decides() -> tuple[Any, ...]:
     return sorted(casts.items()), torch.get_default_dtype()
 
 
-def keeping(graphs: list[tuple[fx.Graph, list[str]]]) -> Callable[..., Any]:
-    """A backend that compiles nothing: it adds each graph, forward and backward in one, with its inputs' sources."""
+class KeptGraph(NamedTuple):
+    """One graph, forward and backward in one, and Dynamo's inputs of it."""
+
+    graph: fx.Graph
+    names: list[str]  #: Dynamo's sources of the inputs
+    inputs: list[Any]  #: those of the first call
+
+
+def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
+    """A backend that compiles nothing: it adds each graph to ``graphs``."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [source_name(node) for node in module.graph.find_nodes(op="placeholder")]
+        first: list[Any] = []
 
         def keep(graph_module: fx.GraphModule) -> None:
             graph, copy, copies = graph_module.graph, fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
@@ -135,7 +144,7 @@ def keeping(graphs: list[tuple[fx.Graph, list[str]]]) -> Callable[..., Any]:
                 constant = getattr(graph_module, str(node.target), None)
                 constant = getattr(constant, "constant", constant)  # of a fake tensor
                 copies[node].meta["constant"] = constant if type(constant) is torch.Tensor else None
-            graphs.append((copy, names))
+            graphs.append(KeptGraph(copy, names, first))
 
         def run(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
@@ -153,7 +162,13 @@ def keeping(graphs: list[tuple[fx.Graph, list[str]]]) -> Callable[..., Any]:
             return default_partition(joint, joint_inputs, **options)
 
         compile_: Any = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
-        return cast("Callable[..., Any]", compile_(module, inputs))
+        compiled = cast("Callable[..., Any]", compile_(module, inputs))
+
+        def call(*args: Any) -> Any:
+            first[:] = first or args
+            return compiled(*args)
+
+        return call
 
     return backend
 

@@ -120,6 +120,8 @@ _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten._addmm_activation": Operation("matmul", (1, 2), _by_second),
     "aten._grouped_mm": Operation("grouped matmul", (0, 1), _grouped),
     "fp8graph.grouped_mm": Operation("grouped matmul", (0, 1), _grouped),
+    "fp8graph.scaled_mm": Operation("scaled matmul", (0, 1), by_first),
+    "fp8graph.scaled_grouped_mm": Operation("scaled grouped matmul", (0, 1), _grouped),
     "aten._scaled_mm": Operation("scaled matmul", (0, 1), by_first),
     "aten._scaled_mm_v2": Operation("scaled matmul", (0, 1), by_first),
     "aten._scaled_grouped_mm": Operation("scaled grouped matmul", (0, 1), _grouped),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast, overload
@@ -15,29 +15,36 @@ from typing import Any, Final, cast, overload
 import torch
 from torch import Tensor, fx, nn
 
+from fp8graph.analysis.products import Product, products_of, record_of, sites_of, weights_of
 from fp8graph.analysis.scales.flow import faults as faults_of
-from fp8graph.analysis.scales.ops import OPERANDS
-from fp8graph.analysis.scales.states import Fault, Product, Source
+from fp8graph.analysis.scales.states import Fault, Operands, Source
 from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import watchful_fake_mode
+from fp8graph.compat.products import operation_of
 from fp8graph.errors import Fp8GraphError, expect
-from fp8graph.ir.naming import split_source
-from fp8graph.ir.nodes import backward_nodes, module_path
+from fp8graph.ir.naming import Parameter, graph_inputs, names_of, place_of, split_source
+from fp8graph.ir.nodes import backward_nodes
+from fp8graph.ir.sites import Site
+from fp8graph.ir.text import short
 from fp8graph.libraries import adopt
+from fp8graph.records import ProductRecord, percent, shares
 from fp8graph.tools.explain import InputsError, fakes_of
 from fp8graph.tools.findings import Finding, counted, in_order, lines
 from fp8graph.tools.lint_checkpoint import CheckpointLint, lint_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductRow:
-    """One op that multiplies matrices."""
+class ProductRow(ProductRecord):
+    """One op that multiplies matrices, as in a report, whoever wrote it."""
 
-    layer: str  #: the full name of its module, "" at the root
-    op: str  #: torch's name
-    direction: str  #: "forward" or "backward"
-    operands: tuple[str, ...]  #: the type that each operand was cast to last
+    casts: tuple[str, ...]  #: the type of eight bits or fewer that each operand's numbers were cast to last, or ""
     scales: tuple[str, ...]  #: of a scaled product, where its scales come from
+    kept: tuple[str, ...]  #: of a forward product: in which dtype backward reads each operand; "": it does not
+
+    @property
+    def decoded(self) -> bool:
+        """Whether it multiplies, in high precision, numbers that were cast to low precision."""
+        return not self.low and any(self.casts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +69,15 @@ class Lint:
         return not self.errors
 
     def __str__(self) -> str:
-        low = sum(any("float8" in x or "float4" in x for x in product.operands) for product in self.products)
-        products = f"{len(self.products)} product{'s' * (len(self.products) != 1)}"
-        return "\n".join([f"{products}, {low} in low precision: {counted(self.findings)}", *lines(self.findings)])
+        low, decoded = sum(bool(row.low) for row in self.products), sum(row.decoded for row in self.products)
+        of_all = shares((), self.products)
+        parts = [f"{len(self.products)} product{'s' * (len(self.products) != 1)}", f"{low} in low precision"]
+        if low and of_all.total:
+            parts[-1] += f" ({percent(of_all.elsewhere / of_all.total)} of the FLOPs)"
+        parts += [f"{decoded} of decoded numbers"] * bool(decoded)
+        parts += [f"{of_all.opaque} of unknown FLOPs"] * bool(of_all.opaque)
+        first = f"{', '.join(parts)}: {counted(self.findings)}"
+        return "\n".join([first, *lines(self.findings)])
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
@@ -157,7 +170,7 @@ def lint(
     outside: Counter[str] = Counter()
 
     def tell(op: Any) -> None:
-        if op in OPERANDS:
+        if operation_of(op) is not None:
             outside[str(op).removesuffix(".default")] += 1
 
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
@@ -172,10 +185,16 @@ def lint(
         text = f"backward cannot be traced: {reason[0]}"
         findings.append(_finding("no-backward", "info", type(model).__name__, text))
     for graph, sources in graphs:
-        faults, rows = faults_of(graph, sources)
-        backward = backward_nodes(graph)
-        findings += [_of_fault(fault, sources, fault.node in backward) for fault in faults]
-        products.extend(_row(product, product.node in backward) for product in rows)
+        stored, backward = [node for node, source in sources.items() if source.stored], backward_nodes(graph)
+        listed = products_of(graph, stored)
+        faults, operands = faults_of(graph, sources, listed)
+        parameters = _parameters(graph, sources)
+        sites = sites_of(listed, weights_of(graph, stored), parameters)
+        for fault in faults:
+            site = sites.get(fault.node)
+            layer = _layer(fault.node, parameters) if site is None else site.fqn
+            findings.append(_of_fault(fault, sources, layer, fault.node in backward))
+        products += [_row(product, sites[product.node], operands[product.node]) for product in listed]
     for op, count in outside.items():
         text = f"{count} {op} outside of the graphs that Dynamo traced"
         findings.append(_finding("not-traced", "info", type(model).__name__, text))
@@ -191,8 +210,7 @@ def traced(
     Args:
         tell: called with each op that runs outside of them.
     """
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    graphs: list[tuple[fx.Graph, list[str]]] = []
+    graphs: list[aot.KeptGraph] = []
     try:
         mode = watchful_fake_mode(tell)
         with (
@@ -201,29 +219,46 @@ def traced(
         ):
             adopt(fake_model)  # layers whose kernels run on a GPU alone are traced as what they compute
             torch.compile(fake_model, backend=aot.keeping(graphs))(*fake_args, **fake_kwargs)
+            names = {id(x): name for name, x in reversed(_tensors(fake_model).items())}
     except Fp8GraphError:
         raise
     except Exception as error:  # of the model, or of tracing it: each class fails in its own way
         name, reason = type(model).__name__, " ".join(str(error).split())[:400]
         what = "does not run" if isinstance(error, dynamo.ERRORS_OF_MODELS) else "cannot be traced"
         raise InputsError(f"lint(model, ...): {name} {what} with these inputs. {reason}") from error
-    return [(graph, _sources(graph, names, tensors)) for graph, names in graphs]
+    return [(kept.graph, _sources(kept, names, _tensors(model))) for kept in graphs]
 
 
-def _sources(graph: fx.Graph, names: Sequence[str], tensors: dict[str, Tensor]) -> dict[fx.Node, Source]:
-    updated = aot.updated_inputs(graph)
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def _sources(kept: aot.KeptGraph, full_names: dict[int, str], tensors: dict[str, Tensor]) -> dict[fx.Node, Source]:
+    """The inputs of a graph by node. ``full_names``: of the model's tensors that it was traced with, by identity."""
+    updated = aot.updated_inputs(kept.graph)
     sources: dict[fx.Node, Source] = {}
-    for node in graph.find_nodes(op="placeholder"):
+    for node in kept.graph.find_nodes(op="placeholder"):
         part = aot.input_part(node)
-        if part is None or part[0] >= len(names):
+        if part is None or part[0] >= len(kept.names):
             continue
         position, attributes = part
-        name = split_source(names[position])[1] or names[position]
+        traced_as, argument = kept.names[position], kept.inputs[position] if kept.inputs else None
+        name = full_names.get(id(argument)) or split_source(traced_as)[1] or traced_as
         name = ".".join([name, *attributes])
         tensor = _tensor_at(name, tensors)
         trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        sources[node] = Source(name, trains, position in updated, _readable(tensor))
+        stored, changes = isinstance(tensor, Tensor), position in updated
+        sources[node] = Source(name, stored, trains, changes, _readable(tensor), traced_as)
     return sources
+
+
+def _parameters(graph: fx.Graph, sources: dict[fx.Node, Source]) -> dict[fx.Node, Parameter]:
+    """The placeholders that modules hold, as those that name a product."""
+    return {
+        node: Parameter(source=sources[node].traced_as, index=index, bound=sources[node].name)
+        for node, index in graph_inputs(graph)
+        if index is not None and node in sources and sources[node].stored
+    }
 
 
 def _tensor_at(name: str, tensors: dict[str, Tensor]) -> Any:
@@ -239,8 +274,13 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     return tensor.detach() if plain and tensor is not None else None
 
 
-def _of_fault(fault: Fault, sources: dict[fx.Node, Source], backward: bool) -> Finding:
-    layer = split_source(module_path(fault.node))[1]
+def _layer(node: fx.Node, parameters: dict[fx.Node, Parameter]) -> str:
+    """The full name of the module that a node was traced in."""
+    ((fqn, _),) = names_of([place_of(node, None, parameters)], parameters.values())
+    return fqn
+
+
+def _of_fault(fault: Fault, sources: dict[fx.Node, Source], layer: str, backward: bool) -> Finding:
     where = f"{layer or 'the model'}, {fault.node.name}" + (" (backward)" if backward else "")
     if fault.node in sources:
         where = sources[fault.node].name
@@ -252,11 +292,7 @@ def _finding(rule: str, severity: str, where: str, text: str) -> Finding:
     return Finding(rule=rule, severity=severity, where=where, what=text, why=why, todo=todo)
 
 
-def _row(product: Product, backward: bool) -> ProductRow:
-    return ProductRow(
-        layer=split_source(module_path(product.node))[1],
-        op=str(product.node.target).removesuffix(".default"),
-        direction="backward" if backward else "forward",
-        operands=product.operands,
-        scales=product.scales,
-    )
+def _row(product: Product, site: Site, operands: Operands) -> ProductRow:
+    record = record_of(product, site, "")
+    casts, kept = (tuple("" if x is None else short(x) for x in each) for each in (operands.casts, operands.kept))
+    return ProductRow(**vars(record), casts=casts, scales=operands.scales, kept=kept)

@@ -226,6 +226,22 @@ def test_a_tensor_that_an_op_writes_is_no_operand() -> None:
     assert products(lambda x, cache: store(cache, x), X, X.to(E4M3)) == []
 
 
+@torch.library.custom_op("test_products::rotate", mutates_args=())
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x.clone()
+
+
+rotate.register_fake(lambda x, cos, sin: torch.empty_like(x))
+
+
+@pytest.mark.parametrize("size", [32, 16])
+def test_an_op_that_rotates_by_a_table_is_no_product(size: int) -> None:
+    q, table = torch.empty(2, 4, 128, 32), torch.empty(128, size)
+    assert products(rotate, q, table, table, stored=2) == []
+    square = torch.empty(32, 32)  # as many tokens as elements: it may be a product
+    assert len(products(rotate, q[:, :, :32], square, square, stored=2)) == 1
+
+
 class Custom(nn.Module):
     def __init__(self) -> None:
         super().__init__()

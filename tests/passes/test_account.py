@@ -109,6 +109,12 @@ def test_a_matmul_is_a_gemm_and_has_no_other_row(function: Any) -> None:
     assert rows(beside(By(function))) == []
 
 
+@torch.no_grad()
+def test_a_product_that_torch_takes_apart_says_so() -> None:
+    (row,) = rows(beside(By(lambda x, w: torch.einsum("bi,ij,bj->b", x, w, x)[:, None].expand(-1, 64))))
+    assert (row.kind, row.reason) == ("matmul", "torch takes it apart into products of elements and their sum")
+
+
 def test_backward_has_the_name_of_forward() -> None:
     net = nn.Sequential(nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 1, 1), nn.Conv1d(1, 4, 3), nn.Flatten()).bfloat16()
     assert [(row.fqn, row.index, row.direction) for row in rows(net)] == [

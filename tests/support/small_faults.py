@@ -2263,6 +2263,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/analysis/test_products.py",),
     ),
     Fault(
+        "a table of cosines counts as a matrix that is multiplied",
+        "fp8graph/analysis/products.py",
+        "if weighed and others and not all(_scales_elements(w, others[0], node) for w in weighed):",
+        "if weighed and others:",
+        ("tests/analysis/test_products.py",),
+    ),
+    Fault(
+        "lint takes what backward casts again for bytes of forward",
+        "fp8graph/analysis/scales/flow.py",
+        "if casts and self.keys[casts[-1].node] not in forward:",
+        "if False:",
+        ("tests/tools/test_lint_model.py::test_a_row_says_what_is_kept_for_backward",),
+    ),
+    Fault(
+        "lint names the weights of a frame relative to it",
+        "fp8graph/tools/lint_model.py",
+        "full_names.get(id(argument)) or split_source(traced_as)[1]",
+        "split_source(traced_as)[1]",
+        ("tests/tools/test_lint_model.py::test_a_product_has_the_full_name_of_its_module_behind_graph_breaks",),
+    ),
+    Fault(
         "what attention reads is not looked at",
         "fp8graph/analysis/scales/flow.py",
         'if "_scaled_grouped_mm" in str(target):',

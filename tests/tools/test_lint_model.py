@@ -16,12 +16,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
 from fp8graph import ConfigError
+from fp8graph.analysis.products import products_of
 from fp8graph.analysis.scales.flow import faults
 from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.tools import lint_model
 from fp8graph.tools.lint_model import traced
-from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, product
+from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, product, rowwise, tensorwise
 from low_precision_mutants import NEUTRAL, mutants
 
 pytestmark = pytest.mark.fast
@@ -42,7 +43,7 @@ def test_a_correct_program_raises_nothing(name: str) -> None:
     model, args, training = PROGRAMS[name]()
     lint = fp8graph.lint(model, *args, training=training)
     assert list(lint) == []
-    assert any("float8" in operand for row in lint.products for operand in row.operands)
+    assert any("e4m3" in row.casts for row in lint.products)
 
 
 @pytest.mark.parametrize("emulate", [False, True])
@@ -54,7 +55,7 @@ def test_torchao_training_raises_nothing(recipe: str, emulate: bool) -> None:
     float8.convert_to_float8_training(model, config=config)
     lint = fp8graph.lint(model, torch.randn(32, 64).bfloat16())
     assert list(lint) == []
-    low = [row for row in lint.products if "float8" in " ".join(row.operands)]
+    low = [row for row in lint.products if any(row.casts)]
     assert (len(low), len(lint.products)) == (3 if recipe == "rowwise_with_gw_hp" else 5, 5)
 
 
@@ -68,7 +69,7 @@ def torchao_weights() -> nn.Module:
 def test_torchao_weights_raise_nothing() -> None:
     lint = fp8graph.lint(torchao_weights(), torch.randn(32, 64).bfloat16(), training=False)
     assert list(lint) == []
-    assert [row.operands for row in lint.products] == [("bfloat16", "float8_e4m3fn")] * 2
+    assert [row.casts for row in lint.products] == [("", "e4m3")] * 2
 
 
 def test_a_torchao_weight_without_its_scale_is_an_error() -> None:
@@ -92,7 +93,7 @@ def transformers_linear(factor: float = 1.0) -> nn.Module:
 def test_a_linear_of_transformers_raises_nothing() -> None:
     lint = fp8graph.lint(transformers_linear(), torch.randn(32, 128).bfloat16(), training=False)
     assert list(lint) == []
-    assert [row.operands for row in lint.products] == [("bfloat16", "float8_e4m3fn")]
+    assert [row.casts for row in lint.products] == [("", "e4m3")]
 
 
 def test_an_inverted_scale_of_transformers_is_an_error() -> None:
@@ -121,9 +122,9 @@ def test_our_own_arithmetic_raises_nothing(recipe: str) -> None:
     graph = report.graphs[0].module.graph
     lower_for_torch_alone(graph)
     sources = {node: Source(node.name) for node in graph.find_nodes(op="placeholder")}
-    raised, products = faults(graph, sources)
+    raised, operands = faults(graph, sources, products_of(graph, []))
     assert raised == []
-    assert sum("float8" in operand for row in products for operand in row.operands) >= 6
+    assert sum(dtype is not None for of_product in operands.values() for dtype in of_product.casts) >= 6
 
 
 # Faults, each in one module.
@@ -389,6 +390,54 @@ def test_an_op_without_a_backward_is_traced_forward() -> None:
         fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=True)
 
 
+class _CastsAgain(torch.autograd.Function):
+    """Backward casts the input of forward once more, along its other axis."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        (xq, xs), (wq, ws) = cast(x, dim=1), cast(w, dim=1)
+        return product(xq, wq.t(), 1 / xs, (1 / ws).t())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,), (x, w) = grad_outputs, ctx.saved_tensors
+        (dq, ds), (xq, xs) = cast(dy.t().contiguous(), E5M2, dim=1), cast(x, dim=0)
+        return dy @ w, product(dq, xq.t().contiguous().t(), 1 / ds, 1 / xs)
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [(tensorwise, "e4m3"), (rowwise, "bf16"), (_CastsAgain.apply, "bf16")],
+    ids=["bytes", "input", "cast again"],
+)
+def test_a_row_says_what_is_kept_for_backward(function: Any, kept: str) -> None:
+    forward, *backward = fp8graph.lint(Linear(function), torch.randn(32, 64).bfloat16()).products
+    assert (forward.kept, forward.casts) == ((kept, ""), ("e4m3", "e4m3"))  # the weight is there anyway
+    assert all(row.kept == () for row in backward)
+
+
+class Broken(nn.Module):
+    """Its layers are traced in frames of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(scales_not_inverted), nn.Linear(128, 64).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(y)
+
+
+def test_a_product_has_the_full_name_of_its_module_behind_graph_breaks() -> None:
+    lint = fp8graph.lint(nn.Sequential(nn.Sequential(Broken())), torch.randn(32, 64).bfloat16(), training=False)
+    assert [(row.name, row.kind) for row in lint.products] == [
+        ("0.0.first", "scaled matmul"), ("0.0.second", "matmul"),
+    ]  # fmt: skip
+    assert [finding.where for finding in lint] == ["0.0.first, _scaled_mm"]
+
+
 untraced: Any = torch._dynamo.disable(functional.linear)
 
 
@@ -410,9 +459,9 @@ def test_every_rule_is_on_the_page() -> None:
 def test_a_lint_reads_as_text() -> None:
     text = str(fp8graph.lint(linear(inverse_forgotten), torch.randn(32, 64).bfloat16(), training=False))
     assert text.splitlines() == [
-        "1 product, 1 in low precision: 1 error",
+        "1 product, 1 in low precision (100 % of the FLOPs): 1 error",
         "error [scale-lost]",
-        "  the model, _scaled_mm: cast by the amax at amax_1, which the product does not undo: "
+        "  weight, _scaled_mm: cast by the amax at amax_1, which the product does not undo: "
         "results are as many times too large or too small",
         "  -> Multiply the product by the inverse of the scale, or pass it as scale_a or scale_b.",
     ]
@@ -485,7 +534,7 @@ def programs() -> dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]]:
 def test_mutants_are_found(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
     count, missed = 200, list[str]()
     for name, graph, sources in mutants(programs, count, seed=0):
-        raised, _ = faults(graph, sources)
+        raised, _ = faults(graph, sources, products_of(graph, []))
         if all(fault.severity == "info" for fault in raised):
             missed.append(name)
     with capsys.disabled():
@@ -494,5 +543,9 @@ def test_mutants_are_found(programs: Any, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_changes_that_keep_the_result_raise_nothing(programs: Any) -> None:
-    raised = [name for name, graph, sources in mutants(programs, 100, 0, NEUTRAL) if faults(graph, sources)[0]]
+    raised = [
+        name
+        for name, graph, sources in mutants(programs, 100, 0, NEUTRAL)
+        if faults(graph, sources, products_of(graph, []))[0]
+    ]
     assert raised == []

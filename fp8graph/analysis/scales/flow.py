@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
 
+from fp8graph.analysis.products import Product, is_low
 from fp8graph.analysis.scales.exponents import (
     LARGEST,
     compressed,
@@ -40,6 +41,7 @@ from fp8graph.analysis.scales.nodes import (
     name_of,
     ndim,
     numel,
+    operands_of,
     shape_of,
     takes_largest,
 )
@@ -53,8 +55,7 @@ from fp8graph.analysis.scales.ops import (
     LARGEST_OF,
     MOVES,
     MULTIPLIES,
-    OPERANDS,
-    OTHER_PRODUCTS,
+    PRODUCTS,
     SAME,
     SCALED,
     SUMS,
@@ -69,7 +70,7 @@ from fp8graph.analysis.scales.states import (
     STEPS,
     Cast,
     Fault,
-    Product,
+    Operands,
     Root,
     Severity,
     Source,
@@ -87,27 +88,31 @@ _FILLED: Final = 200.0  # the largest code of bytes that had a scale reaches mor
 _OF_TORCH: Final = ("aten", "prims", "_c10d_functional", "c10d_functional", "fp8graph", "_operator", "inductor")
 
 
-def faults(graph: fx.Graph, sources: Mapping[fx.Node, Source]) -> tuple[list[Fault], list[Product]]:
-    """The faults of a graph, forward or joint, and all its products, in order.
+def faults(
+    graph: fx.Graph, sources: Mapping[fx.Node, Source], products: Sequence[Product]
+) -> tuple[list[Fault], dict[fx.Node, Operands]]:
+    """The faults of a graph, forward or joint, and the operands of its products, by node.
 
     Args:
         sources: by placeholder.
+        products: every product of the graph, in order.
     """
-    flow = _Flow(graph, sources)
+    flow = _Flow(graph, sources, products)
     flow.run()
-    return flow.faults, flow.products
+    return flow.faults, flow.operands
 
 
 class _Flow:
-    def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Source]) -> None:
+    def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, Source], products: Sequence[Product]) -> None:
         self.graph = graph
+        self.products = {product.node: product for product in products}
         self.sources = sources
         self.states: dict[fx.Node, Any] = {}  # a state, or a list of them
         self.keys: dict[fx.Node, Any] = {}
         self.numbers: dict[Any, int] = {}
         self.roots: dict[Any, Root] = {}
         self.faults: list[Fault] = []
-        self.products: list[Product] = []
+        self.operands: dict[fx.Node, Operands] = {}
         self.random = random.Random(0)
         self.trained: dict[Any, Source] = {}  # the parameters of a training step, by key
         self.cast_by: set[Root] = set()  # the scales of casts
@@ -133,6 +138,9 @@ class _Flow:
                 constant = node.meta.get("constant")
                 readable = isinstance(constant, Tensor) and constant.numel() <= LARGEST >> 6
                 self.states[node] = self._scale(node, {None: constant}) if readable else NOTHING
+            if node in self.products:
+                self._list(self.products[node])
+        self._list_what_backward_reads()
 
     # Keys: equal for nodes that compute the same numbers.
 
@@ -461,12 +469,12 @@ class _Flow:
             return self._add(node)
         if target in SUMS:
             return self._sum(node)
-        if target in OPERANDS:
+        if target in PRODUCTS:
             return self._product(node)
         if target is dialect.quantize:
             return self._quantize(node)
         if target is dialect.scaled_mm:
-            return self._dialect_product(node)
+            return State(origin=self.keys[node])
         if target in (dialect.dequantize, dialect.stored_weight):
             return self._decode(node)
         return self._unknown(node)
@@ -703,17 +711,11 @@ class _Flow:
         opaque = namespace not in _OF_TORCH
         inputs = node.all_input_nodes
         if opaque and isinstance(target, OpOverload):
-            if any(self._state(x).casts for x in inputs) or any(self._is_weight(x) for x in inputs):
-                self.products.append(
-                    Product(node, tuple(name_of(dtype_of(x)) for x in inputs if dtype_of(x)), (), opaque=True)
-                )
+            if node in self.products or any(self._state(x).casts for x in inputs):
                 self._fault("opaque", "info", node, f"{target} reads weights or FP8, and is not looked into")
             return NOTHING
-        if any(word in str(target) for word in OTHER_PRODUCTS):
-            operands = [x for x in inputs if ndim(x) > 1][:2]
-            self.products.append(Product(node, tuple(_precision(x, self._operand(x, node)) for x in operands), ()))
-            if "_scaled_grouped_mm" in str(target):
-                return NOTHING
+        if "_scaled_grouped_mm" in str(target):
+            return NOTHING
         if not isinstance(target, OpOverload):
             return NOTHING
         if not is_backward(node) or not str(target).startswith("aten.eq"):
@@ -723,19 +725,49 @@ class _Flow:
         bounded = any(word in str(target) for word in BOUNDED)
         return State(origin=self.keys[node], bounded=bounded)
 
-    def _is_weight(self, node: fx.Node) -> bool:
-        source = self.sources.get(node)
-        return source is not None and source.trains and ndim(node) > 1
-
     # Products
 
+    def _list(self, product: Product) -> None:
+        """Note the operands of a product: the types that their numbers were cast to last, and their scales."""
+        casts = [self._dtype(x) for x in product.operands]
+        texts = tuple(self._scale_text(x, self._state(x)) for x in self._scales_of(product.node))
+        self.operands[product.node] = Operands(tuple(x if x is not None and is_low(x) else None for x in casts), texts)
+
+    def _dtype(self, operand: fx.Node) -> torch.dtype | None:
+        """The type that the numbers of an operand were cast to last."""
+        state = self._state(operand)
+        through = state.product is not None  # casts of an earlier product
+        return state.casts[-1].dtype if state.casts and not through else dtype_of(operand)
+
+    def _list_what_backward_reads(self) -> None:
+        """Note in which dtype backward reads the operands of forward products again, but for the model's tensors."""
+        nodes = {key: node for node, key in reversed(self.keys.items())}
+        behind = _behind(product.node for product in self.products.values() if not product.backward)
+        forward = {self.keys[node] for node in behind}  # computed once, if backward computes the same
+        reads: dict[Any, torch.dtype | None] = {}
+        for product in self.products.values():
+            for x in product.operands if product.backward else ():
+                origin, casts = self._origin(x), self._state(x).casts
+                if casts and self.keys[casts[-1].node] not in forward:  # again, of what forward keeps
+                    reads.setdefault(origin, dtype_of(nodes.get(origin)))
+                reads.setdefault(origin, self._dtype(x))
+        stored = {self.keys[node] for node, source in self.sources.items() if source.stored}
+        for product in self.products.values():
+            if not product.backward and reads:
+                origins = (self._origin(x) for x in product.operands)
+                kept = tuple(None if origin in stored else reads.get(origin) for origin in origins)
+                self.operands[product.node] = replace(self.operands[product.node], kept=kept)
+
+    @staticmethod
+    def _scales_of(node: fx.Node) -> list[Any]:
+        if node.target is dialect.scaled_mm:
+            return list(node.args[2:4])
+        return [named_arguments(node)[name] for name in ("scale_a", "scale_b")] if node.target in SCALED else []
+
     def _product(self, node: fx.Node) -> Any:
-        arguments = named_arguments(node)
-        nodes = [cast(fx.Node, arguments[name]) for name in OPERANDS[node.target]]
+        arguments, nodes = named_arguments(node), operands_of(node)
         states = [self._operand(x, node) for x in nodes]
-        scales = [arguments[name] for name in ("scale_a", "scale_b")] if node.target in SCALED else []
-        texts = tuple(self._scale_text(x, self._state(x)) for x in scales)
-        self.products.append(Product(node, tuple(map(_precision, nodes, states)), texts))
+        scales = self._scales_of(node)
         for i, scale in enumerate(scales):
             scaled = self._scaled(states[i], self._state(scale), shape_of(nodes[i]), i)
             if scaled is None:
@@ -798,12 +830,6 @@ class _Flow:
         argument = cast(fx.Node, node.args[0])
         self._must_be_zero(argument, self._state(argument))
         return [NOTHING] * len(node.meta["val"])
-
-    def _dialect_product(self, node: fx.Node) -> Any:
-        operands = [cast(fx.Node, x) for x in node.args[:2]]
-        names = tuple(name_of(dtype_of(x)) for x in operands)
-        self.products.append(Product(node, names, tuple(str(x) for x in node.args[2:4])))
-        return State(origin=self.keys[node])
 
     def _decode(self, node: fx.Node) -> Any:
         """FP8 bytes times their scales, as an op of the dialect."""
@@ -943,9 +969,14 @@ def _positive(scale: Tensor) -> bool:
     return bool((torch.isfinite(numbers) & (numbers > 0)).all())
 
 
-def _precision(node: fx.Node, operand: State) -> str:
-    """The type that the numbers of an operand of a product were cast to last."""
-    return name_of(operand.casts[-1].dtype if operand.casts else dtype_of(node))
+def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and those that they are computed from."""
+    waiting, behind = list(nodes), set[fx.Node]()
+    while waiting:
+        if (node := waiting.pop()) not in behind:
+            behind.add(node)
+            waiting.extend(node.all_input_nodes)
+    return behind
 
 
 def _anew(state: State, factor: State) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -15,13 +15,14 @@ from fp8graph.analysis.scales.ops import (
     LARGEST_OF,
     MOVES,
     MULTIPLIES,
-    OPERANDS,
+    PRODUCTS,
     REDUCTIONS,
     SAME,
     aten,
 )
 from fp8graph.analysis.scales.states import FP8
 from fp8graph.compat.ops import named_arguments
+from fp8graph.compat.products import Operation, operation_of
 
 
 def dtype_of(node: Any) -> torch.dtype | None:
@@ -41,6 +42,12 @@ def numel(node: fx.Node) -> int:
 def ndim(node: fx.Node) -> int:
     val = node.meta.get("val")
     return val.ndim if isinstance(val, Tensor) else 0
+
+
+def operands_of(product: fx.Node) -> list[fx.Node]:
+    """Both operands of one of ``PRODUCTS``."""
+    arguments = list(named_arguments(product).values())
+    return [arguments[place] for place in cast(Operation, operation_of(product.target)).operands]
 
 
 def name_of(dtype: torch.dtype | None) -> str:
@@ -71,9 +78,8 @@ def decodes(node: Any, *, product: bool = False) -> bool:
             return True
         if node.op != "call_function":
             return False
-        if product and node.target in OPERANDS:
-            arguments = named_arguments(node)
-            return any(decodes(arguments[name]) for name in OPERANDS[node.target])
+        if product and node.target in PRODUCTS:
+            return any(map(decodes, operands_of(node)))
         followed = node.target in SAME or node.target in MOVES
         if not followed and not (product and (node.target in MULTIPLIES or node.target in DIVIDES)):
             return False

@@ -97,16 +97,9 @@ CONSTANTS: Final = {
 SCALED: Final = {aten._scaled_mm.default}
 WITH_ADDEND: Final = {aten.addmm.default, aten.baddbmm.default}
 WITH_BIAS: Final = {*WITH_ADDEND, *SCALED, aten.linear.default}
-OPERANDS: Final[dict[Any, tuple[str, str]]] = {  # the names of both operands
-    aten.mm.default: ("self", "mat2"),
-    aten.bmm.default: ("self", "mat2"),
-    aten.addmm.default: ("mat1", "mat2"),
-    aten.baddbmm.default: ("batch1", "batch2"),
-    aten._scaled_mm.default: ("self", "mat2"),
-    aten.linear.default: ("input", "weight"),
-    aten.matmul.default: ("self", "other"),
+PRODUCTS: Final = {  # through which scales are followed: [..., m, k] @ [..., k, n], of linear [n, k]
+    aten.mm.default,
+    aten.bmm.default,
+    *WITH_BIAS,
 }
 BOUNDED: Final = ("softmax", "sigmoid", "exp", "tanh")  # ops whose results need no scale
-OTHER_PRODUCTS: Final = (
-    "grouped_mm", "convolution", "attention", "int_mm", "weight_int", "bilinear", "trilinear", "transformer_encoder",
-)  # fmt: skip

@@ -25,9 +25,11 @@ class Source:
     """A graph input: its name in the program, whether a gradient is computed for it, and its numbers, if known."""
 
     name: str
+    stored: bool = False  # a module of the model holds it
     trains: bool = False
     updated: bool = False  # the graph writes it
     tensor: Tensor | None = None
+    traced_as: str = ""  # Dynamo's name for it
 
     @property
     def module(self) -> str:
@@ -49,13 +51,12 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Product:
-    """One op that multiplies matrices, with the dtypes of both operands as their bytes were cast."""
+class Operands:
+    """The operands of one product: casts and scales."""
 
-    node: fx.Node
-    operands: tuple[str, ...]
-    scales: tuple[str, ...]
-    opaque: bool = False
+    casts: tuple[torch.dtype | None, ...]  # the type of eight bits or fewer that their numbers were cast to last
+    scales: tuple[str, ...] = ()  # of a scaled product: where they come from
+    kept: tuple[torch.dtype | None, ...] = ()  # of a forward product: in which backward reads each operand, if it does
 
 
 @dataclass(frozen=True, eq=False)
