@@ -173,17 +173,19 @@ def lint(
         if operation_of(op) is not None:
             outside[str(op).removesuffix(".default")] += 1
 
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    possible = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    trains = possible if training is None else training
     try:
-        graphs = traced(model, args, kwargs, trains if training is None else training, tell)
+        graphs = traced(model, args, kwargs, trains, tell)
     except InputsError as error:
-        if training is not None or not trains or not isinstance(error.__cause__, dynamo.NOT_TRACED):
+        if training is not None or not possible or not isinstance(error.__cause__, dynamo.NOT_TRACED):
             raise
         outside.clear()
-        graphs = traced(model, args, kwargs, training=False, tell=tell)
+        graphs, trains = traced(model, args, kwargs, training=False, tell=tell), False
         reason = str(error.__cause__).splitlines()[1:2] or [""]
-        text = f"backward cannot be traced: {reason[0]}"
-        findings.append(_finding("no-backward", "info", type(model).__name__, text))
+        findings.append(_no_backward(model, f"backward cannot be traced: {reason[0]}"))
+    if trains and graphs and not any(backward_nodes(graph) for graph, _ in graphs):
+        findings.append(_no_backward(model, "no gradient is computed in the graphs that Dynamo traced"))
     for graph, sources in graphs:
         stored, backward = [node for node, source in sources.items() if source.stored], backward_nodes(graph)
         listed = products_of(graph, stored)
@@ -285,6 +287,10 @@ def _of_fault(fault: Fault, sources: dict[fx.Node, Source], layer: str, backward
     if fault.node in sources:
         where = sources[fault.node].name
     return _finding(fault.rule, fault.severity, where, fault.text)
+
+
+def _no_backward(model: nn.Module, what: str) -> Finding:
+    return _finding("no-backward", "info", type(model).__name__, what)
 
 
 def _finding(rule: str, severity: str, where: str, text: str) -> Finding:

@@ -408,7 +408,7 @@ class _CastsAgain(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     ("function", "kept"),
-    [(tensorwise, "e4m3"), (rowwise, "bf16"), (_CastsAgain.apply, "bf16")],
+    [(tensorwise, "e4m3"), (rowwise, "bf16"), (lambda x, w: _CastsAgain.apply(x, w), "bf16")],
     ids=["bytes", "input", "cast again"],
 )
 def test_a_row_says_what_is_kept_for_backward(function: Any, kept: str) -> None:
@@ -436,6 +436,13 @@ def test_a_product_has_the_full_name_of_its_module_behind_graph_breaks() -> None
         ("0.0.first", "scaled matmul"), ("0.0.second", "matmul"),
     ]  # fmt: skip
     assert [finding.where for finding in lint] == ["0.0.first, _scaled_mm"]
+
+
+def test_a_step_without_a_gradient_says_so() -> None:
+    x = torch.randn(32, 64).bfloat16()
+    (finding,) = fp8graph.lint(linear(lambda x, w: x @ w.t()), x)  # it detaches its weight
+    assert (finding.rule, finding.what) == ("no-backward", "no gradient is computed in the graphs that Dynamo traced")
+    assert list(fp8graph.lint(linear(lambda x, w: x @ w.t()), x, training=False)) == []
 
 
 untraced: Any = torch._dynamo.disable(functional.linear)
