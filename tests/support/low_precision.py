@@ -128,6 +128,89 @@ def e8m0(x: Tensor, w: Tensor) -> Tensor:
     return product(xq, wq.t(), xs, (1 / ws).t())
 
 
+def mx(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` in E4M3, and a power of two for each 32 elements of a row, as bytes of E8M0."""
+    parts = x.detach().float().view(x.shape[0], -1, 32)
+    bits = parts.abs().amax(-1, keepdim=True).view(torch.int32)
+    exponent = (((bits >> 23) & 255) - 8).clamp(1, 254)
+    codes = (parts / (exponent << 23).view(torch.float32)).clamp(-448, 448).to(E4M3)
+    return codes.view(x.shape), exponent.to(torch.uint8)[..., 0]
+
+
+def in_rows_of_32(x: Tensor, w: Tensor) -> Tensor:
+    """Both operands in MXFP8, decoded before the product."""
+    parts = ((codes.float().view(codes.shape[0], -1, 32), e.float() - 127) for codes, e in (mx(x), mx(w)))
+    a, b = ((codes * torch.exp2(e)[..., None]).flatten(1).to(x.dtype) for codes, e in parts)
+    return a @ b.t()
+
+
+def in_tiles_of_128x4(scale: Tensor) -> Tensor:
+    """Bytes of E8M0 in the order in which GPUs read them."""
+    down, along = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+    scale = functional.pad(scale, (0, along * 4 - scale.shape[1], 0, down * 128 - scale.shape[0]))
+    tiles = scale.view(down, 128, along, 4).permute(0, 2, 1, 3).reshape(-1, 4, 32, 4)
+    return tiles.transpose(1, 2).reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def mx_product(x: Tensor, w: Tensor) -> Tensor:
+    """Both operands in MXFP8, and a GEMM that reads their scales."""
+    (xq, xe), (wq, we) = mx(x), mx(w)
+    return product(xq, wq.t(), in_tiles_of_128x4(xe), in_tiles_of_128x4(we))
+
+
+class Exponents(nn.Module):
+    """A weight in MXFP8, whose scales are decoded by ``scales``."""
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, scales: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        codes, exponents = mx(torch.randn(128, 64) * 0.02)
+        self.register_buffer("weight", codes)
+        self.register_buffer("weight_scale", exponents)
+        self.scales = scales
+
+    def forward(self, x: Tensor) -> Tensor:
+        inv = self.scales(self.weight_scale)
+        return functional.linear(x, (self.weight.float().view(128, 2, 32) * inv[..., None]).view(128, 64).to(x.dtype))
+
+
+class KeyCache(nn.Module):
+    """Keys in FP8, of which a step writes some."""
+
+    keys: Tensor
+    key_scale: Tensor
+
+    def __init__(self, write: Callable[[Tensor, Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(64, 64, dtype=E4M3))
+        self.register_buffer("key_scale", torch.tensor(0.05))
+        self.write = write
+
+    def forward(self, q: Tensor, k: Tensor, position: Tensor) -> Tensor:
+        self.write(self.keys, position, self.cast(k))
+        return q @ (self.keys.float() * self.key_scale).to(q.dtype).t()
+
+    def cast(self, k: Tensor) -> Tensor:
+        return (k / self.key_scale).clamp(-448, 448).to(E4M3)
+
+
+def of_both(x: Tensor, w: Tensor) -> Tensor:
+    """One amax of both operands."""
+    x, w = x.detach(), w.detach()
+    scale = 448 / torch.cat([x.flatten().abs(), w.flatten().abs()]).amax().float()
+    return product((x * scale).to(E4M3), (w * scale).to(E4M3).t(), 1 / scale, 1 / scale)
+
+
+def of_max_and_min(x: Tensor, w: Tensor) -> Tensor:
+    """Amaxes in other words."""
+    x, w = x.detach(), w.detach()
+    xs = 448 / torch.maximum(x.max(), -x.min()).float()
+    ws = 448 / w.square().amax().sqrt().float()
+    return product((x * xs).clamp(-448, 448).to(E4M3), (w * ws).clamp(-448, 448).to(E4M3).t(), 1 / xs, 1 / ws)
+
+
 def of_the_mean(x: Tensor, w: Tensor) -> Tensor:
     """A scale from the mean magnitude, clipped."""
     xs = 40 / x.detach().abs().float().mean()
@@ -234,6 +317,14 @@ def _attention() -> Any:
     return Attention(), tuple(torch.randn(4, 16, 32).bfloat16() for _ in range(3)), False
 
 
+def keys_and_position() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16(), torch.arange(4)
+
+
+def _cache(write: Callable[[Tensor, Tensor, Tensor], object]) -> Any:
+    return lambda: (KeyCache(write), keys_and_position(), False)
+
+
 def _stack() -> nn.Module:
     return nn.Sequential(
         Linear(tensorwise), nn.GELU(), Linear(rowwise, 128, 64), nn.ReLU(), nn.Linear(64, 64).bfloat16()
@@ -252,6 +343,17 @@ PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool
     "tiles": _with(Linear(in_tiles), training=False),
     "fake quantized": _with(Linear(fake_quantized)),
     "e8m0": _with(Linear(e8m0), training=False),
+    "mx": _with(Linear(in_rows_of_32), training=False),
+    "mx product": _with(Linear(mx_product), training=False),
+    "mx product, whole tiles": _with(Linear(mx_product, 128), training=False, shape=(128, 128)),
+    "exponents": _with(Exponents(lambda e: torch.exp2(e.float() - 127)), training=False),
+    "exponents shifted": _with(Exponents(lambda e: (e.int() << 23).view(torch.float32)), training=False),
+    "exponents viewed": _with(Exponents(lambda e: e.view(torch.float8_e8m0fnu).float()), training=False),
+    "cache": _cache(lambda keys, position, new: keys.index_copy_(0, position, new)),
+    "cache, indexed": _cache(lambda keys, position, new: keys.__setitem__(position, new)),
+    "cache, sliced": _cache(lambda keys, position, new: keys[:4].copy_(new)),
+    "both": _with(Linear(of_both), training=False),
+    "max and min": _with(Linear(of_max_and_min), training=False),
     "mean": _with(Linear(of_the_mean), training=False),
     "recent": _with(Recent(), training=False),
     "delayed": _with(Delayed(), training=False),

@@ -413,8 +413,9 @@ def copied_bytes(graph: fx.Graph, draw: random.Random, sources: dict[fx.Node, So
 
 
 def applied(graph: fx.Graph) -> list[tuple[Any, int]]:
-    """Every place where a product, or its result, takes a scale: the node, and the argument."""
-    return [*((node, i) for node in scaled(graph) for i in (2, 3) if not constant(node.args[i])), *undone(graph)]
+    """Every place where a product, or its result, takes a scale: the node, and the argument. E8M0 has no arithmetic."""
+    numbers = ((node, i) for node in scaled(graph) for i in (2, 3) if dtype(node.args[i]) is torch.float32)
+    return [*((node, i) for node, i in numbers if not constant(node.args[i])), *undone(graph)]
 
 
 def constant(node: fx.Node) -> bool:
@@ -477,5 +478,6 @@ def mutants(
             graph, sources = copied(*draw.choice(programs[name]))
             if kinds[kind](graph, draw, sources):
                 made += 1
+                graph.eliminate_dead_code()
                 yield f"{kind} in {name}", graph, sources
                 break

@@ -22,7 +22,23 @@ from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.tools import lint_model
 from fp8graph.tools.lint_model import traced
-from low_precision import E4M3, E5M2, PROGRAMS, Delayed, Linear, Stored, cast, product, rowwise, tensorwise
+from low_precision import (
+    E4M3,
+    E5M2,
+    PROGRAMS,
+    Delayed,
+    Exponents,
+    KeyCache,
+    Linear,
+    Stored,
+    cast,
+    in_tiles_of_128x4,
+    keys_and_position,
+    mx,
+    product,
+    rowwise,
+    tensorwise,
+)
 from low_precision_mutants import NEUTRAL, mutants
 
 pytestmark = pytest.mark.fast
@@ -244,6 +260,39 @@ class Cache(nn.Module):
         return scores @ (vq.float() / ks).to(q.dtype)
 
 
+def mx_exchanged(x: Tensor, w: Tensor) -> Tensor:
+    (xq, xe), (wq, _) = mx(x), mx(w)
+    return product(xq, wq.t(), in_tiles_of_128x4(xe), in_tiles_of_128x4(xe))
+
+
+def mx_in_rows(x: Tensor, w: Tensor) -> Tensor:
+    """Scales in rows, where the GEMM reads tiles."""
+    (xq, xe), (wq, we) = mx(x), mx(w)
+    return product(xq, wq.t(), xe.view(torch.float8_e8m0fnu).flatten(), in_tiles_of_128x4(we))
+
+
+class WritesWithoutScale(KeyCache):
+    def cast(self, k: Tensor) -> Tensor:
+        return k.clamp(-448, 448).to(E4M3)
+
+
+class WritesMultiplied(KeyCache):
+    def cast(self, k: Tensor) -> Tensor:
+        return (k * self.key_scale).clamp(-448, 448).to(E4M3)
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(WritesWithoutScale, "scale-twice"), (WritesMultiplied, "scale-inverted")])
+def test_a_fault_in_a_cache_is_found(kind: type[KeyCache], rule: str) -> None:
+    model = kind(lambda keys, position, new: keys.index_copy_(0, position, new))
+    assert rule in rules(fp8graph.lint(model, *keys_and_position(), training=False))
+
+
+@pytest.mark.parametrize("function", [mx_exchanged, mx_in_rows])
+def test_a_fault_in_scales_in_tiles_is_found(function: Any) -> None:
+    model = Linear(function, 128, 128)
+    assert rules(fp8graph.lint(model, torch.randn(128, 128).bfloat16(), training=False)) == ["scale-axis"]
+
+
 def linear(function: Callable[[Tensor, Tensor], Tensor], inputs: int = 64) -> nn.Module:
     return Linear(lambda x, w: function(x.detach(), w.detach()), inputs, 32)
 
@@ -262,6 +311,8 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "stored, not applied": (lambda: Faulty("tensor", torch.ones_like), "scale-lost", "error"),
     "stored, inverted": (lambda: Faulty("tensor", torch.reciprocal), "scale-inverted", "error"),
     "stored, squared": (lambda: Faulty("tensor", torch.square), "scale-twice", "error"),
+    "exponents, inverted": (lambda: Exponents(lambda e: torch.exp2(127 - e.float())), "scale-inverted", "error"),
+    "exponents, not applied": (lambda: Exponents(lambda e: e.float().sign()), "scale-axis", "error"),
     "cast again": (CastAgain, "scale-stale", "error"),
     "live scale": (LiveScale, "scale-stale", "error"),
     "unclamped": (Unclamped, "no-saturation", "warning"),
@@ -487,10 +538,26 @@ def test_a_checkpointed_llama_is_traced() -> None:
     assert (lint.findings, len(lint.products) > 8) == ((), True)
 
 
-def test_scales_as_bytes_of_e8m0_are_named_and_not_judged() -> None:
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise", "rowwise"])
+def test_our_stored_weights_raise_nothing(recipe: str) -> None:
     net = nn.Sequential(nn.Linear(128, 128)).bfloat16()
-    (finding,) = fp8graph.lint(fp8graph.quantize_weights(net, recipe="mxfp8"), torch.randn(32, 128).bfloat16())
-    assert (finding.rule, finding.severity) == ("opaque", "info")
+    lint = fp8graph.lint(fp8graph.quantize_weights(net, recipe=recipe), torch.randn(32, 128).bfloat16())
+    assert (list(lint), [row.casts for row in lint.products]) == ([], [("", "e4m3")])
+
+
+def test_exponents_that_an_op_decodes_are_named_and_not_judged() -> None:
+    @torch.library.custom_op("lint_tests::decode", mutates_args=())
+    def decode(w: Tensor, e: Tensor) -> Tensor:
+        return w.to(torch.bfloat16)
+
+    decode.register_fake(lambda w, e: torch.empty_like(w, dtype=torch.bfloat16))
+
+    class Decoded(Exponents):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, decode(self.weight, self.weight_scale))
+
+    lint = fp8graph.lint(Decoded(torch.exp2), torch.randn(32, 64).bfloat16(), training=False)
+    assert {(finding.rule, finding.severity) for finding in lint} == {("opaque", "info")}
 
 
 def test_a_fault_before_attention_is_found() -> None:

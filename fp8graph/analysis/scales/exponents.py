@@ -53,16 +53,37 @@ def spread(x: Tensor, shape: Sequence[int]) -> Tensor | None:
     return x
 
 
-def spread_operand(x: Tensor, shape: Sequence[int], operand: int) -> Tensor | None:
-    """Exponents of ``scale_a`` or ``scale_b`` of a scaled product, for its operand [m, k] or [k, n]."""
+def spread_operand(x: Tensor, shape: Sequence[int], operand: int, block: int = 0) -> Tensor | None:
+    """Exponents of ``scale_a`` or ``scale_b`` of a scaled product, for its operand [m, k] or [k, n].
+
+    Args:
+        block: of elements along k that have one scale, if the scales lie in tiles of 128x4; 0 otherwise.
+    """
     if x.numel() == 1:
         return x.reshape([1] * len(shape))
+    if block:
+        rows, k = shape if operand == 0 else shape[::-1]
+        wide = _in_rows(x, rows, -(-k // block))
+        wide = None if wide is None else wide.repeat_interleave(block, 1)[:, :k]
+        return wide if wide is None or operand == 0 else wide.t()
     if x.ndim == 1:
         rows = shape[0] if operand == 0 else shape[1]
         if x.shape[0] == rows:
             return x[:, None] if operand == 0 else x[None]
         return None
     return spread(x, shape)
+
+
+def _in_rows(x: Tensor, rows: int, columns: int) -> Tensor | None:
+    """[rows, columns] of a tensor in which tiles of 128x4 follow each other, row 32 * i + j of a tile at [j, i].
+
+    As cuBLAS reads the scales of blocks ("Block scaling factors layout"), rows and columns padded to whole tiles.
+    """
+    down, along = -(-rows // 128), -(-columns // 4)
+    if x.numel() != down * along * 512:
+        return None
+    tiles = x.reshape(down, along, 32, 4, 4).transpose(2, 3).reshape(down, along, 128, 4)
+    return tiles.transpose(1, 2).reshape(down * 128, along * 4)[:rows, :columns]
 
 
 def contracted(a: Tensor | None, b: Tensor | None) -> Tensor | None:

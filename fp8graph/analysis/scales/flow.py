@@ -37,6 +37,8 @@ from fp8graph.analysis.scales.nodes import (
     is_small,
     is_table,
     leads_to_cast,
+    lies_in_tiles,
+    measured,
     measures_behind,
     name_of,
     ndim,
@@ -61,6 +63,7 @@ from fp8graph.analysis.scales.ops import (
     SUMS,
     WITH_ADDEND,
     WITH_BIAS,
+    WRITES,
     aten,
     hints,
 )
@@ -85,6 +88,7 @@ from fp8graph.ir.nodes import is_backward
 
 _SAMPLE: Final = 1 << 20  # numbers of a stored weight that are read
 _FILLED: Final = 200.0  # the largest code of bytes that had a scale reaches more, whatever rounded that
+_BLOCKS: Final = {getattr(torch, "float8_e8m0fnu", None): 32}  # elements of one scale in tiles, by its dtype
 _OF_TORCH: Final = ("aten", "prims", "_c10d_functional", "c10d_functional", "fp8graph", "_operator", "inductor")
 
 
@@ -198,7 +202,8 @@ class _Flow:
             if each.op == "placeholder":
                 dtype = dtype_of(each)
                 source = self.sources.get(each)
-                if dtype is not None and dtype.is_floating_point and dtype not in FP8 and source is not None:
+                number = dtype is not None and dtype.is_floating_point and dtype not in FP8
+                if source is not None and (number or source.holds_exponents(dtype)):
                     if not (source.trains and ndim(each) > 1) or "scal" in source.leaf:
                         inputs.add(each)
             elif each.op == "call_function" and each.target not in LARGEST_OF:
@@ -217,7 +222,7 @@ class _Flow:
         if node not in self.scale_inputs:
             return NOTHING
         twin = self._twin(node, source)
-        if source.tensor is not None and not _positive(source.tensor):
+        if source.numbers is not None and not _positive(source.numbers):
             self._fault("scale-value", "error", node, "a scale that is not a positive number")
         key = self.keys[twin or node]
         if key not in self.roots:
@@ -247,10 +252,11 @@ class _Flow:
             if state is None:
                 state = self.states[partner] = self._input(partner)
             scale = self.sources[partner]
-            if scale.tensor is not None and bool((scale.tensor.float() == 1).all()):
+            if scale.numbers is not None and bool((scale.numbers.float() == 1).all()):
                 self._no_scale(node, source, f"has the scale {scale.leaf} = 1")
             for root, exponents in state.exponents.items():
-                wide, sign = spread(exponents, shape_of(node)), self._sign_of_stored(source, self.sources[partner])
+                sign = self._sign_of_stored(source, scale)
+                wide = None if lies_in_tiles(partner) else spread(exponents, shape_of(node))
                 if wide is not None and sign is not None:
                     mine = wide * sign
                     degree = multiple(mine, root) if exponents.numel() else None
@@ -259,9 +265,9 @@ class _Flow:
         return State({}, (cast_,), origin=self.keys[node])
 
     def _has_exponents(self, source: Source) -> bool:
-        """Whether its module holds scales as the bytes of E8M0, which are not followed."""
+        """Whether its module holds scales as the bytes of E8M0, and something reads them."""
         beside = (x for x, other in self.sources.items() if other.module == source.module and "scal" in other.leaf)
-        return any(dtype_of(x) == torch.uint8 for x in beside)
+        return any(dtype_of(x) == torch.uint8 and x.users for x in beside)
 
     def _partner(self, node: fx.Node, source: Source) -> fx.Node | None:
         candidates = [
@@ -296,9 +302,9 @@ class _Flow:
         The decoded numbers tell, if one of both is a hundred times nearer to what weights have; else the name.
         """
         named = -1.0 if scale.leaf.endswith(("_inv", "weight_scale")) else None
-        if source.tensor is None or scale.tensor is None:
+        if source.tensor is None or scale.numbers is None:
             return named
-        numbers, scales = source.tensor.flatten()[:_SAMPLE].float(), scale.tensor.float().abs()
+        numbers, scales = source.tensor.flatten()[:_SAMPLE].float(), scale.numbers.float().abs()
         size, factor = float(numbers.square().mean().sqrt()), float(scales.log2().mean().exp2())
         if not (size > 0 and factor > 0 and math.isfinite(size) and math.isfinite(factor)):
             return named
@@ -336,6 +342,12 @@ class _Flow:
             return NOTHING
         if len(first) == 1 and not bool(base.float().any()):
             return State(zero=True, origin=self.keys[node], values=first, first=first)
+        if not base.is_floating_point() and base.dtype != torch.bool:  # the bits of a scale, or its exponent
+            values = first if later is None else later
+            bytes_ = base.dtype == torch.uint8  # of E8M0
+            steps = {root: compressed(x.float() - base.float()) for root, x in values.items() if bytes_ and root}
+            exponents = {root: x for root, x in steps.items() if bool((x != 0).any())}
+            return State(exponents, origin=self.keys[node], values=values, first=first)
         for values in (first, later):
             exponents = None if values is None else _changes(values)
             if exponents is not None:
@@ -378,7 +390,7 @@ class _Flow:
             return NOTHING
         key = self._root_key(node) if not isinstance(val, (tuple, list)) else self.keys[node]
         if key not in self.roots:
-            sources = frozenset([self._origin(tensor)]).union(*(root.sources for root in state.exponents))
+            sources = frozenset(map(self._origin, measured(tensor))).union(*(r.sources for r in state.exponents))
             self.roots[key] = Root(node, self._steps(shape), sources)
         root = self.roots[key]
         scale = self._scale(node, _made_up(root, root.exponents.reshape(shape), dtype, len(self.roots)))
@@ -456,6 +468,8 @@ class _Flow:
             return self._move(node)
         if target in JOINS:
             return self._join(node)
+        if target in WRITES and dtype_of(node) in FP8:
+            return self._write(node)
         if target is aten.constant_pad_nd.default:
             return self._pad(node)
         if target in MULTIPLIES:
@@ -621,6 +635,14 @@ class _Flow:
             exponents[root] = compressed(cast(Any, node.target)(fulls, *node.args[1:], **node.kwargs))
         return State(exponents, casts, origin=self.keys[node])
 
+    def _write(self, node: fx.Node) -> Any:
+        """FP8 bytes that are written into others, as into a cache: all have the scale of the new ones."""
+        state = self._state(named_arguments(node)[WRITES[node.target]])
+        if not state.casts or any(x.numel() > 1 for x in state.exponents.values()):
+            return NOTHING
+        dims = [1] * ndim(node)
+        return replace(state, exponents={root: x.reshape(dims) for root, x in state.exponents.items()}, values=None)
+
     def _pad(self, node: fx.Node) -> Any:
         argument = cast(fx.Node, node.args[0])
         state = self._state(argument)
@@ -769,7 +791,7 @@ class _Flow:
         states = [self._operand(x, node) for x in nodes]
         scales = self._scales_of(node)
         for i, scale in enumerate(scales):
-            scaled = self._scaled(states[i], self._state(scale), shape_of(nodes[i]), i)
+            scaled = self._scaled(states[i], self._state(scale), shape_of(nodes[i]), i, scale)
             if scaled is None:
                 return NOTHING
             states[i] = scaled
@@ -785,7 +807,11 @@ class _Flow:
             if root.table:
                 continue
             if left is None:
-                self._fault("scale-axis", "error", node, self._axis_text(root))
+                inverted = next((x for x in (a, b) if self._is_inverted(x, root)), None)
+                if inverted is not None:
+                    self._must_be_zero(node, replace(inverted, product=node))
+                else:
+                    self._fault("scale-axis", "error", node, self._axis_text(root))
                 return State(origin=self.keys[node])
             if bool((left != 0).any()):
                 result[root] = left
@@ -796,12 +822,24 @@ class _Flow:
             return State(origin=self.keys[node])
         return state
 
-    def _scaled(self, operand: State, scale: State, shape: Sequence[int], i: int) -> State | None:
-        """An operand [m, k] or [k, n] times its scale; None if it cannot be seen which number scales which."""
+    @staticmethod
+    def _is_inverted(operand: State, root: Root) -> bool:
+        degree = next((each.degrees[root] for each in operand.casts if root in each.degrees), None)
+        return bool(degree) and multiple(operand.exponents.get(root, torch.zeros(())), root) == 2 * degree
+
+    def _scaled(
+        self, operand: State, scale: State, shape: Sequence[int], i: int, node: fx.Node | None = None
+    ) -> State | None:
+        """An operand [m, k] or [k, n] times its scale; None if it cannot be seen which number scales which.
+
+        Args:
+            node: the scale of a scaled product, which may lie in tiles.
+        """
         operand, scale = self._paired(operand, scale)
-        exponents = dict(operand.exponents)
+        exponents, block = dict(operand.exponents), _BLOCKS.get(dtype_of(node), 0)
         for root, x in scale.exponents.items():
-            wide = spread_operand(x, shape, i)
+            full = expanded(x, shape_of(node)) if node is not None and x.numel() > 1 else x
+            wide = None if full is None else spread_operand(full, shape, i, block)
             if wide is None:
                 return None
             exponents[root] = compressed(exponents[root] + wide if root in exponents else wide)
@@ -926,7 +964,8 @@ def _changes(values: Values) -> dict[Root, Tensor] | None:
             continue
         if not base.is_floating_point():  # bits, or a comparison
             return None if bool((changed != base).any()) else exponents
-        ratio = torch.log2((changed.double() / base.double()).abs()).float()
+        same = changed == base  # zeros of a padding, too
+        ratio = torch.log2((changed.double() / base.double()).abs()).float().masked_fill(same, 0)
         whole = ratio.round()
         if not bool(((ratio - whole).abs() < 0.05).all()):
             return None
@@ -938,6 +977,9 @@ def _changes(values: Values) -> dict[Root, Tensor] | None:
 def _made_up(root: Root, exponents: Tensor, dtype: torch.dtype, seed: int) -> dict[Root | None, Tensor]:
     """Numbers of a scale that starts here, as they are, and changed."""
     base = torch.rand(tuple(exponents.shape), generator=torch.Generator().manual_seed(seed)) + 1.0
+    if not dtype.is_floating_point:  # bytes of E8M0
+        base = (base * 64).to(dtype)
+        return {None: base, root: base + exponents.to(dtype)}
     base = base.to(dtype)
     return {None: base, root: (base.double() * 2.0 ** exponents.double()).to(dtype)}
 

@@ -13,11 +13,13 @@ from fp8graph.analysis.scales.ops import (
     CLAMPS,
     DIVIDES,
     LARGEST_OF,
+    MEASURES,
     MOVES,
     MULTIPLIES,
     PRODUCTS,
     REDUCTIONS,
     SAME,
+    SCALED,
     aten,
 )
 from fp8graph.analysis.scales.states import FP8
@@ -104,6 +106,30 @@ def measures_behind(scale: fx.Node) -> set[fx.Node]:
         else:
             waiting.extend(each for each in node.all_input_nodes if numel(each) <= numel(node))
     return measures
+
+
+def measured(argument: fx.Node) -> set[fx.Node]:
+    """The tensors whose largest magnitude that of ``argument`` is: behind views, joins, squares and maxima."""
+    waiting, met = [argument], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in met:
+            met.add(node)
+            taken_from = node.target in MEASURES or getattr(node.target, "__name__", "") == "getitem"
+            waiting.extend(node.all_input_nodes if taken_from else ())
+    return met
+
+
+def lies_in_tiles(scale: fx.Node) -> bool:
+    """Whether a scaled product reads the numbers of an input as E8M0, which lie in tiles of 128x4."""
+    waiting = [scale]
+    while waiting:
+        for user in waiting.pop().users:
+            if user.target in SCALED:
+                return True
+            if user.target in MOVES or user.target is aten.view.dtype:
+                waiting.append(user)
+    return False
 
 
 def leads_to_cast(node: fx.Node) -> bool:

@@ -70,6 +70,8 @@ LARGEST_OF: Final = {
     aten.amin.default,
     aten.max.default,
     aten.max.dim,
+    aten.min.default,
+    aten.min.dim,
     aten.aminmax.default,
     aten.linalg_vector_norm.default,
     aten.norm.ScalarOpt_dim,
@@ -81,6 +83,27 @@ REDUCTIONS: Final = {  # other than the largest magnitude, from which scales are
     aten.var.correction,
     aten.median.default,
     aten.linalg_vector_norm.default,
+}
+MEASURES: Final = {  # from whose results a tensor's largest magnitude is taken
+    *SAME,
+    *CLAMPS,
+    *MOVES,
+    *JOINS,
+    *LARGEST_OF,
+    *SUMS,
+    aten.pow.Tensor_Scalar,
+    aten.square.default,
+    aten.sqrt.default,
+    aten.sort.default,
+    aten.topk.default,
+}
+WRITES: Final[dict[Any, str]] = {  # into a tensor, at some of its places: the name of what is written
+    aten.index_put.default: "values",
+    aten.index_copy.default: "source",
+    aten.slice_scatter.default: "src",
+    aten.select_scatter.default: "src",
+    aten.scatter.src: "src",
+    aten.copy.default: "src",
 }
 CONSTANTS: Final = {
     aten.full.default,

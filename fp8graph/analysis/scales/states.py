@@ -39,6 +39,16 @@ class Source:
     def leaf(self) -> str:
         return self.name.rpartition(".")[2]
 
+    @property
+    def numbers(self) -> Tensor | None:
+        """The numbers of a scale, decoded if they are bytes of E8M0."""
+        bits = self.tensor is not None and self.tensor.dtype == torch.uint8
+        return self.tensor.view(torch.float8_e8m0fnu).float() if self.tensor is not None and bits else self.tensor
+
+    def holds_exponents(self, dtype: torch.dtype | None) -> bool:
+        """Whether it is a scale as the bytes of E8M0."""
+        return dtype == torch.uint8 and "scal" in self.leaf
+
 
 @dataclass(frozen=True)
 class Fault:
