@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from fp8graph.backend.entry import backend_of
+from fp8graph.backend.entry import backend_of, find_backend
 from fp8graph.integrations import from_text, load_state, state_to_save, to_text
 
 __all__ = ["ScalingStateCallback"]
@@ -61,3 +61,11 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         entry = entry[0] if isinstance(entry, list) and entry else entry
         text = entry.get("attributes", {}).get(_KEY) if isinstance(entry, dict) else None
         load_state(backend, from_text(text, checkpoint) if text else None, checkpoint)
+
+
+class ScalingStateIfCompiled(ScalingStateCallback):
+    """The same for whatever Trainer trains: a model that fp8graph did not compile has no state."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if find_backend(cast(nn.Module, kwargs["model"])) is not None:
+            super().on_train_begin(args, state, control, **kwargs)

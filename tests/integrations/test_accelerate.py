@@ -77,7 +77,7 @@ def test_accelerate_resumes_bit_identically(tmp_path: Path) -> None:
 def test_wrong_set_ups_have_the_messages_of_the_page(tmp_path: Path) -> None:
     from accelerate.utils import TorchDynamoPlugin
 
-    named, damaged = map(re.escape, wrong_set_ups("accelerate"))
+    named, damaged, *_ = map(re.escape, wrong_set_ups("accelerate"))
     with pytest.raises(ValueError, match=named):
         TorchDynamoPlugin(backend="fp8graph")  # pyright: ignore[reportArgumentType]
     accelerated(tmp_path, range(1), load=False, save=True)

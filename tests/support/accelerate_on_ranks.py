@@ -29,6 +29,7 @@ class Run:
     fp8: dict[str, Any] | None = None  # arguments of fp8graph.compile; None: without it
     own: str | None = None  # the backend that accelerate compiles with, block by block
     by_hand: bool = False  # torch's FSDP2 and autocast in place of accelerate
+    by_precision: bool = False  # mixed_precision="fp8" in place of fp8graph.compile
     checkpointed: bool = False  # activations, by accelerate
     steps: list[int] = field(default_factory=lambda: [0, 1, 2])
     save_after: int | None = None
@@ -59,7 +60,14 @@ def accelerator(run: Run) -> Any:
     )
     plugin.set_mixed_precision("bf16")
     compiling = TorchDynamoPlugin(backend=DynamoBackend((run.own or "no").upper()), use_regional_compilation=True)
-    made = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2, dynamo_plugin=compiling)
+    precision: dict[str, Any] = {"mixed_precision": "bf16"}
+    if run.by_precision:
+        from fp8graph.integrations.accelerate import FP8GraphRecipeKwargs
+
+        options = {name: value for name, value in (run.fp8 or {}).items() if name not in ("recipe", "policy")}
+        chosen = {name: value for name, value in (run.fp8 or {}).items() if name in ("recipe", "policy")}
+        precision = {"mixed_precision": "fp8", "kwargs_handlers": [FP8GraphRecipeKwargs(**chosen, options=options)]}
+    made = Accelerator(cpu=True, gradient_accumulation_steps=2, dynamo_plugin=compiling, **precision)
     made.state.fsdp_plugin = plugin
     made.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     return made
@@ -74,7 +82,7 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = causal_lm("Llama")(2)
     optimizer = adam(model)
-    if run.fp8 is not None and not run.by_hand:
+    if run.fp8 is not None and not run.by_hand and not run.by_precision:
         fp8graph.compile(model, regions="auto", **run.fp8)
     if run.by_hand:
         return _by_hand(rank, run, model)
@@ -83,7 +91,7 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     gathers = Counting()
     for module in model.model.layers:
         module.set_custom_all_gather(gathers)
-    if run.fp8 is not None:
+    if run.fp8 is not None and not run.by_precision:
         host.register_for_checkpointing(fp8graph.backend_of(model))
     if run.load:
         host.load_state(folder)
