@@ -36,10 +36,12 @@ class Host:
     tests: tuple[str, ...]  # files that run its own code
     pins: tuple[str, ...] = ()  # packages that it pins otherwise than constraints.txt
     needs: tuple[str, ...] = ()  # further packages
+    alone: bool = False  # without what it requires: the tests run files that need torch and transformers only
 
 
 HOSTS: Final[dict[str, Host]] = {
     "deepspeed": Host(version="0.19.8", tests=("tests/integrations/test_deepspeed.py",)),
+    "nemo-automodel": Host(version="0.7.0", tests=("tests/integrations/test_automodel.py",), alone=True),
     "ray": Host(version="2.60.0", tests=("tests/integrations/test_ray.py",), needs=("ray[train]",)),
     "torchtitan": Host(
         version="0.3.0",
@@ -60,16 +62,19 @@ def environment(name: str, host: Host) -> Path:
     """The Python of the host's environment, which is made the first time."""
     folder = ROOT / f".venv-host-{name}"
     python = folder / "bin" / "python"
-    asked = [f"{name}=={host.version}", *host.needs, *_TESTS]
+    itself = [f"{name}=={host.version}"]
+    asked = [*([] if host.alone else itself), *host.needs, *_TESTS]
     ready = folder / "ready"
-    if not ready.exists() or ready.read_text(encoding="utf-8") != repr(asked):
+    if not ready.exists() or ready.read_text(encoding="utf-8") != repr([itself, asked]):
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [pin for pin in pins if pin.partition("==")[0].lower() not in host.pins]
         (folder / "constraints.txt").write_text("".join(kept), encoding="utf-8")
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*install, "-c", str(folder / "constraints.txt"), "-e", str(ROOT), *asked], check=True)
-        ready.write_text(repr(asked), encoding="utf-8")
+        if host.alone:
+            subprocess.run([*install, "--no-deps", *itself], check=True)
+        ready.write_text(repr([itself, asked]), encoding="utf-8")
     return python
 
 
