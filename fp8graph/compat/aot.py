@@ -128,6 +128,67 @@ class KeptGraph(NamedTuple):
     inputs: list[Any]  #: those of the first call
 
 
+def updates(output: fx.Node) -> set[int]:
+    """The positions of the results of a graph of AOTAutograd that are written to its inputs."""
+    descriptions = enumerate(output.meta.get("desc") or ())
+    return {i for i, each in descriptions if getattr(each, "mutated_input", None) is not None}
+
+
+def watching(
+    start: Callable[[fx.GraphModule, KeptGraph], Callable[[Sequence[Any]], Any]],
+    compute: Callable[[fx.GraphModule, Sequence[Any]], Any],
+) -> Callable[..., Any]:
+    """A backend that compiles nothing: the graphs run node by node, on the tensors that they are called with.
+
+    Args:
+        start: gets each graph, forward and backward in one. What it returns is called before the graph runs, with the
+            inputs; for a graph that is forward alone, it runs the graph.
+        compute: runs the forward or backward of a graph that has both.
+    """
+
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = [source_name(node) for node in module.graph.find_nodes(op="placeholder")]
+        first: list[Any] = []
+        joint: list[Callable[[Sequence[Any]], Any]] = []  # until forward is compiled
+
+        def run(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            watch = joint.pop() if joint else None
+
+            def call(*args: Any) -> Any:
+                if watch is not None:
+                    watch(args)
+                return compute(graph_module, args)
+
+            return cast(Any, make_boxed_func)(call)
+
+        def infer(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            watch = start(graph_module, KeptGraph(graph_module.graph, names, first))
+
+            def call(*args: Any) -> Any:
+                return watch(args)
+
+            return cast(Any, make_boxed_func)(call)
+
+        def partition(joint_module: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+            copy = fx.Graph()
+            (output,) = joint_module.graph.find_nodes(op="output")
+            copy.output(copy.graph_copy(joint_module.graph, {})).meta = dict(output.meta)
+            copied = fx.GraphModule(joint_module, copy)
+            joint.append(start(copied, KeptGraph(copied.graph, names, first)))
+            return default_partition(joint_module, joint_inputs, **options)
+
+        compile_: Any = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
+        compiled = cast("Callable[..., Any]", compile_(module, inputs))
+
+        def call(*args: Any) -> Any:
+            first[:] = first or args
+            return compiled(*args)
+
+        return call
+
+    return backend
+
+
 def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
     """A backend that compiles nothing: it adds each graph to ``graphs``."""
 

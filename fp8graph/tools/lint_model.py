@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast, overload
@@ -31,6 +31,7 @@ from fp8graph.records import ProductRecord, percent, shares
 from fp8graph.tools.explain import InputsError, fakes_of
 from fp8graph.tools.findings import Finding, counted, in_order, lines
 from fp8graph.tools.lint_checkpoint import CheckpointLint, lint_checkpoint
+from fp8graph.tools.lint_data import DataFault, calls_of, faults_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +132,22 @@ _RULES: Final = {
     "not-traced": ("these products were not looked at", "See TORCH_LOGS=graph_breaks."),
     "no-backward": ("only forward was looked at", "Pass training=False for a model that only serves."),
     "scale-value": ("no weight has such a scale", "Write the scale again, from the weight."),
+    "unexplained": (
+        "its operands are cut off, garbled or scaled wrongly",
+        "Compare this product with that of its operands before their casts, on this batch.",
+    ),
+    "saturated": (
+        "large numbers are cut off",
+        "Compute the scale from the tensor that is cast, or calibrate it again.",
+    ),
+    "flushed": ("small numbers are lost", "Use scales of rows or tiles, or compute the scale from the tensor."),
 }
 
 
 @overload
-def lint(model: nn.Module, *args: Any, training: bool | None = None, **kwargs: Any) -> Lint: ...
+def lint(
+    model: nn.Module, *args: Any, training: bool | None = None, data: Iterable[Any] | None = None, **kwargs: Any
+) -> Lint: ...
 
 
 @overload
@@ -143,7 +155,11 @@ def lint(model: str | Path) -> CheckpointLint: ...
 
 
 def lint(
-    model: nn.Module | str | Path, *args: Any, training: bool | None = None, **kwargs: Any
+    model: nn.Module | str | Path,
+    *args: Any,
+    training: bool | None = None,
+    data: Iterable[Any] | None = None,
+    **kwargs: Any,
 ) -> Lint | CheckpointLint:
     """Trace ``model(*args, **kwargs)`` on fake tensors and say what is wrong with its low-precision products.
 
@@ -157,14 +173,21 @@ def lint(
         args, kwargs: the inputs of one call; only the shapes and dtypes of tensors matter.
         training: trace forward and backward, or forward alone under ``no_grad``. Default: training if gradients are
             enabled here and some parameter requires one; forward alone, and a finding, if backward cannot be traced.
+        data: batches on which a copy of the model also runs, on its device, one after the other: each a tensor, a tuple
+            of arguments, or a dict of keyword arguments, instead of ``args`` and beside ``kwargs``. The first product
+            whose result differs from that of its unquantized operands in float64 by more than rounding is an error.
+            Two batches show what depends on the step before. A model's own keyword ``data`` goes into such a dict.
 
     Raises:
-        ConfigError: (a ``ValueError``) for inputs with which the model does not run, or cannot be traced.
+        ConfigError: (a ``ValueError``) for inputs or batches with which the model does not run, or cannot be traced.
     """
-    if isinstance(model, (str, Path)) and not args and not kwargs and training is None:
+    if isinstance(model, (str, Path)) and not args and not kwargs and training is None and data is None:
         return lint_checkpoint(model)
     expect("lint", "model", model, nn.Module, "a model, an nn.Module, or the folder of a checkpoint alone")
     model = wrappers.original_module(cast(nn.Module, model))
+    calls = [] if data is None else calls_of(data, kwargs)
+    if calls and not args:
+        args, kwargs = calls[0]
     findings: list[Finding] = []
     products: list[ProductRow] = []
     outside: Counter[str] = Counter()
@@ -200,6 +223,8 @@ def lint(
     for op, count in outside.items():
         text = f"{count} {op} outside of the graphs that Dynamo traced"
         findings.append(_finding("not-traced", "info", type(model).__name__, text))
+    if calls:
+        findings += [_of_fault(each, {}, each.layer, each.backward) for each in faults_on(model, calls, trains, _read)]
     return Lint(findings=tuple(in_order(dict.fromkeys(findings))), products=tuple(products))
 
 
@@ -282,7 +307,15 @@ def _layer(node: fx.Node, parameters: dict[fx.Node, Parameter]) -> str:
     return fqn
 
 
-def _of_fault(fault: Fault, sources: dict[fx.Node, Source], layer: str, backward: bool) -> Finding:
+def _read(kept: aot.KeptGraph, model: nn.Module) -> tuple[dict[fx.Node, Source], Callable[[fx.Node], str]]:
+    """The inputs of a graph that runs on the tensors of ``model``, and the layers of its nodes."""
+    tensors = _tensors(model)
+    sources = _sources(kept, {id(x): name for name, x in reversed(tensors.items())}, tensors)
+    parameters = _parameters(kept.graph, sources)
+    return sources, lambda node: _layer(node, parameters)
+
+
+def _of_fault(fault: Fault | DataFault, sources: dict[fx.Node, Source], layer: str, backward: bool) -> Finding:
     where = f"{layer or 'the model'}, {fault.node.name}" + (" (backward)" if backward else "")
     if fault.node in sources:
         where = sources[fault.node].name
