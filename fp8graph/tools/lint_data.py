@@ -139,7 +139,7 @@ def _loss(lost: Lost) -> str:
 def _text(error: Unexplained, batch: int, later: int) -> str:
     size = f"relative error {error.error:.2g}" if error.error < math.inf else "infinite or NaN"
     more = f"; {later} later product{'s' * (later > 1)} as well" if later else ""
-    return f"{size}, where rounding explains {error.expected:.2g} (batch {batch}){more}"
+    return f"{size}{error.part}, where rounding explains {error.expected:.2g} (batch {batch}){more}"
 
 
 def _clone(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -49,6 +49,7 @@ SATURATED: Final = 0.01  # of the numbers of an operand
 FLUSHED: Final = 0.5
 _PER_ROW: Final = 2.0  # the bound of a row or column, in units of that of all
 _FEWEST: Final = 16  # elements of a row that is judged by itself
+_NAMES: Final = {1: "column", 2: "row"}  # of dims, counted from the last
 _OTHER: Final = 2.0**-8  # the relative error of roundings to bf16, and of sums in FP32 or less
 _ALTERNATIVES: Final = 4
 _LARGEST: Final = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
@@ -84,6 +85,7 @@ class Unexplained:
     node: fx.Node
     error: float
     expected: float
+    part: str = ""  # " in row 3", if the others are explained
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,13 @@ class _Number:
         return self.each(lambda x: x * factor, lambda v: v * factor.square())
 
 
+class _Error(NamedTuple):
+    units: float = 0.0  # of the expected error, by the bound of that part
+    relative: float = 0.0
+    expected: float = 0.0
+    part: str = ""
+
+
 @dataclass(frozen=True)
 class _Shadow:
     """FP8 codes, decoded codes or a product of such, beside what they stand for: the one of the numbers that fits."""
@@ -144,7 +153,7 @@ class _Shadow:
     numbers: tuple[_Number, ...]
     product: fx.Node | None = None
     applied: bool = False  # some scale since the cast
-    error: tuple[float, float, float] = (0.0, 0.0, 0.0)  # in units of the expected one; relative; expected
+    error: _Error = _Error()
 
 
 class ShadowRun:
@@ -385,7 +394,7 @@ class ShadowRun:
         value = self._values[node]
         numbers: list[_Number] = []
         for number in state.numbers:
-            choices = [self._choices(factor, number.undone, state.error[0] > 1.5) for factor in factors]
+            choices = [self._choices(factor, number.undone, state.error.units > 1.5) for factor in factors]
             doubtful = number.doubtful or any(_is_foreign(factor, number.undone) for factor in factors)
             for chosen in itertools.product(*choices):
                 changed = replace(number, doubtful=doubtful)
@@ -594,7 +603,7 @@ class ShadowRun:
 
     def _is_result(self, state: _Shadow) -> bool:
         """Whether it needs no more scales: a product, or decoded codes, as its shadow says."""
-        return (state.product is not None or state.applied) and state.error[0] <= UNEXPLAINED
+        return (state.product is not None or state.applied) and state.error.units <= UNEXPLAINED
 
     def _leave(self, output: fx.Node) -> None:
         updates = aot.updates(output)
@@ -615,14 +624,14 @@ class ShadowRun:
                     self._verdict(state, each)
 
     def _verdict(self, state: _Shadow, node: fx.Node) -> None:
-        ratio, error, expected = state.error
+        ratio, error, expected, part = state.error
         self._judged.add(state.product or node)
         self.ratios.append(ratio)
         where = state.product or node
         if any(number.doubtful for number in state.numbers):
             return
         if ratio > UNEXPLAINED and all(x.node is not where for x in self.unexplained):
-            self.unexplained.append(Unexplained(where, error, expected))
+            self.unexplained.append(Unexplained(where, error, expected, part))
 
 
 def run_plainly(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -759,39 +768,42 @@ def _over_operand(scale: Tensor, shape: Sequence[int], i: int) -> Tensor | None:
     return spread_operand(scale.float().double(), shape, i, block if scale.numel() > 1 else 0)
 
 
-def _error(value: Tensor, number: _Number) -> tuple[float, float, float]:
-    """The error of a result: in units of the expected one, relative to the exact one, and the expected one.
+def _error(value: Tensor, number: _Number) -> _Error:
+    """The error of a result.
 
     That of a row or a column counts, too, with a wider bound: it is a sum of fewer roundings. Equal numbers are rounded
     alike, and their errors add up. So the result of the rounded numbers is as good as the exact one.
     """
     exact, variance = number.exact.broadcast_to(value.shape), number.variance.broadcast_to(value.shape)
     if not bool(torch.isfinite(exact).all()):
-        return 0.0, 0.0, 0.0
+        return _Error()
     squares = (value.double() - exact).square()
-    expected = _relative(variance.sum(), exact)
     if not bool(torch.isfinite(squares).all()):
-        return math.inf, math.inf, expected
-    error = _units(squares, variance, exact)
-    if error > 1.5 and number.rounded is not number.exact:
-        error = min(error, _units((value.double() - number.rounded).square(), variance, exact))
-    return error, _relative(squares.sum(), exact), expected
+        return _Error(math.inf, math.inf, _relative(variance.sum(), exact.square().sum()))
+    error = _worst(squares, variance, exact)
+    if error.units > 1.5 and number.rounded is not number.exact:
+        error = min(error, _worst((value.double() - number.rounded).square(), variance, exact))
+    return error
 
 
-def _units(squares: Tensor, variance: Tensor, exact: Tensor) -> float:
-    """Errors in units of the expected one: of all elements, of each row and of each column, by their bounds."""
-    dims, worst = range(squares.ndim), 0.0
-    other = exact.square() * (_OTHER**2 / 3)
+def _worst(squares: Tensor, variance: Tensor, exact: Tensor) -> _Error:
+    """The error of all elements, if that is beyond its bound, or else of the row or column with the largest."""
+    dims, sizes = range(squares.ndim), exact.square()
+    worst = _Error()
     for kept in (None, *dims):
         if kept is not None and not 1 < squares.shape[kept] <= squares.numel() // _FEWEST:
             continue
-        summed = [d for d in dims if d != kept]
-        errors, expected = squares.sum(summed), variance.sum(summed) + other.sum(summed)
-        ratio = math.sqrt(float(torch.where(errors > 0, errors / expected, 0.0).max()))
-        worst = max(worst, ratio if kept is None else ratio / _PER_ROW)
+        errors, expected, size = (x.sum([d for d in dims if d != kept]).reshape(-1) for x in (squares, variance, sizes))
+        units = torch.where(errors > 0, errors / (expected + size * (_OTHER**2 / 3)), 0.0).sqrt()
+        place = int(units.argmax())
+        part = "" if kept is None else f" in {_NAMES.get(squares.ndim - kept, f'part {kept} of dim')} {place}"
+        relative, rounding = (_relative(x[place], size[place]) for x in (errors, expected))
+        by_bound = float(units[place]) / (1 if kept is None else _PER_ROW)
+        worst = max(worst, _Error(by_bound, relative, rounding, part))
+        if kept is None and worst.units > UNEXPLAINED:
+            break
     return worst
 
 
-def _relative(squares: Tensor, exact: Tensor) -> float:
-    size = float(exact.square().sum())
-    return math.sqrt(float(squares) / size) if size else (math.inf if float(squares) else 0.0)
+def _relative(squares: Tensor, size: Tensor) -> float:
+    return math.sqrt(float(squares) / float(size)) if float(size) else (math.inf if float(squares) else 0.0)
