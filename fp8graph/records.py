@@ -249,7 +249,7 @@ class ProductRecord(OtherRecord):
     reason: str  #: why it is left as it is
     execution: str  #: "low precision", "high precision", or "unknown FLOPs"
     required: bool = False  #: no rule asks for it
-    rule: int | None = None  #: no rule names it
+    rule: int | None = None  #: index of the policy rule that leaves the linear that it would be as it is
 
     plural: ClassVar[str] = "products"
     header: ClassVar[tuple[str, ...]] = (
@@ -276,7 +276,7 @@ class ProductRecord(OtherRecord):
         return self.kind
 
     def moved(self, fqn: str, index: int, *, rule: int | None, reason: str) -> Self:
-        return dataclasses.replace(self, fqn=fqn, index=index)
+        return dataclasses.replace(self, fqn=fqn, index=index, rule=rule, reason=reason)
 
     def cells(self) -> tuple[str, ...]:
         shapes, dtypes = (" x ".join(texts) for texts in (self.shapes, self.dtypes))

@@ -54,6 +54,7 @@ from fp8graph.passes.save_for_backward import has_backward, save_for_backward
 from fp8graph.passes.share import share
 from fp8graph.passes.share_sigmoid import share_sigmoid
 from fp8graph.passes.smooth import smooth, smooths
+from fp8graph.passes.split_decoding import is_split, join_decoding, multiplies_codes, split_decoding
 from fp8graph.passes.store_once import store_once
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.use_small_tiles import may_use_small_tiles, use_small_tiles, wanted_repeats
@@ -80,8 +81,10 @@ class Pass(NamedTuple):
 JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(unpack, has_hidden_matmuls),
     Pass(recognize, has_fp8_inputs),
+    Pass(split_decoding, multiplies_codes),
     Pass(match),
     Pass(assign),
+    Pass(join_decoding, is_split),
     Pass(find_attention, may_have_attention, reads=active_implementation),
     Pass(account, has_other_products),
     Pass(score, is_scored),

@@ -10,6 +10,7 @@ pass rewrites them: each row has the reason. A backward product has the name of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
@@ -29,6 +30,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import graph_inputs, parameters_of
 from fp8graph.ir.nodes import SITES, backward_nodes, nodes
 from fp8graph.ir.text import short
+from fp8graph.passes.split_decoding import Whole
 from fp8graph.records import AttentionRecord, ProductRecord
 
 _MODULES: Final = ("_modules[", "_parameters[", "_buffers[")  # in the name of an input that a module holds
@@ -45,9 +47,13 @@ def account(graph: fx.Graph, compilation: Compilation) -> None:
     stored = [node for node, index in graph_inputs(graph) if index is not None and _is_stored(index, compilation)]
     products = [p for p in products_of(graph, stored) if p.node.target not in SITES and p.node not in listed]
     sites = sites_of(products, weights_of(graph, stored), parameters_of(graph, facts.parameters))
+    whole = {each.node: each for each in compilation.results(Whole)}
+    for node, each in whole.items():  # the policy leaves it whole: another policy may not
+        sites[node] = dataclasses.replace(each.site, fqn=sites[node].fqn, index=sites[node].index)
     compilation.others[ProductRecord] = list(dict.fromkeys(sites.values()))
     for product in products:
-        reason = "; ".join(_reasons(product))
+        more = [whole[product.node].reason] if product.node in whole else []
+        reason = "; ".join((*_reasons(product), *more))
         compilation.rows.append(record_of(product, sites[product.node], reason))
 
 

@@ -54,6 +54,7 @@ from fp8graph.ir.nodes import (
     written_as_linear,
 )
 from fp8graph.ir.sites import Gemm, OperandView, Site
+from fp8graph.libraries.products import decodes
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.recipes.autocast import REGION_KEY
 
@@ -209,7 +210,7 @@ def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.N
             constants.add(node)
         elif all(s in result or s in constants for s in sources):
             result.add(node)
-        elif node.target is ops.stored_weight and sources[0] in result:  # its scales may be a buffer
+        elif (node.target is ops.stored_weight or decodes(node)) and sources[0] in result:  # its scales may be a buffer
             result.add(node)
     return result
 

@@ -65,6 +65,7 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import Arguments, QuantizeNode, call
+from fp8graph.libraries.products import decodes
 
 _RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy for a node of its region
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
@@ -92,7 +93,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
             wanted = compilation.facts.settings.save == "memory" or by_row or sharded
             chains = _chains(quantized, parameters)
-            if wanted or (chains and _is_large(quantized)):
+            if wanted or (chains and (_is_large(quantized) or _is_decoded(chains))):
                 refusal = _check(quantized, decoded_anew=sharded)
                 if refusal is None:
                     _quantize_again(graph, node, chains, decoded_anew=sharded)
@@ -122,10 +123,15 @@ def _chains(quantized: QuantizeNode, parameters: Container[fx.Node]) -> list[lis
         chain = [node]
         while is_view(chain[0]) or chain[0].target in _CONVERSIONS:
             chain.insert(0, chain[0].all_input_nodes[0])
-        if chain[0] not in parameters:
+        if chain[0] not in parameters and not decodes(chain[0]):
             return []
         chains.append(chain)
     return chains
+
+
+def _is_decoded(chains: Sequence[Sequence[fx.Node]]) -> bool:
+    """Whether an op of a library decodes the weight: its codes take less memory than any copy (``split_decoding``)."""
+    return any(decodes(first) for first, *_ in chains)
 
 
 def _computed_again(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:

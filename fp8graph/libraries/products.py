@@ -1,9 +1,11 @@
-"""The ops of other libraries that multiply matrices, where their sizes say how many FLOPs that takes."""
+"""The ops of other libraries that multiply matrices, whose sizes say how many FLOPs that takes, or decode weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
+
+from torch import fx
 
 from fp8graph.compat.products import Operation, by_first
 
@@ -17,3 +19,10 @@ LIBRARIES: Final[Mapping[str, Operation]] = {
     "bitsandbytes.int8_linear_matmul": _INT8,
     "bitsandbytes.int8_scaled_mm": _INT8,
 }
+
+_DECODES: Final = ("bitsandbytes.dequantize_4bit.default",)
+
+
+def decodes(node: fx.Node) -> bool:
+    """Whether ``node`` decodes its first argument, the codes of a weight [n, k]."""
+    return str(node.target) in _DECODES
