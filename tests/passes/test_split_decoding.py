@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from helpers import ALL, NONE, around, view_of
+from helpers import ALL, NONE, around, eager_backend, step, view_of
 
 library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
 
@@ -101,4 +101,67 @@ def test_a_gemm_in_fp8_stays_split() -> None:
 @torch.no_grad()
 def test_few_rows_are_left_to_one_kernel(rows: int, left: bool) -> None:
     view = view_of(Base(), x(rows, 64))
-    assert bool(lines(around(view, "split_decoding")[1], r"bitsandbytes\.gemm_4bit")) == left
+    assert bool(lines(around(view, "join_decoding")[1], r"bitsandbytes\.gemm_4bit")) == left
+
+
+class Halves(nn.Module):
+    """Two bases, one behind the other; of the result's gradient the second gets a part with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Base().linear, Base().linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.first(x)[..., :64]
+        return torch.cat([self.second(inner), inner], dim=-1)
+
+
+def test_a_batched_dgrad_becomes_a_gemm() -> None:
+    view = view_of(Halves(), x(2, 16, 64))
+    before, after = (lines(text, r"aten\.bmm") for text in around(view, "split_decoding"))
+    assert (len(before), len(after)) == (1, 0)
+    view = view_of(Halves(), x(2, 16, 64), policy=NONE)
+    assert lines(view.stages["join_decoding"], r"aten\.bmm") == before
+
+
+def test_ops_that_read_each_other_are_put_together_again() -> None:
+    model, policy = nn.Sequential(Base().linear, nn.Linear(96, 64).bfloat16()), fp8graph.Policy(default=None)
+    model.append(Base().linear)
+    a = x()
+    backend = eager_backend(policy)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    expected, got = (step(each, a, parameters=model[1].parameters()) for each in (model, compiled))
+    assert all(map(torch.equal, expected, got))
+    assert [row.fqn for row in backend.report.others] == ["0", "2"]
+
+
+@torch.no_grad()
+def test_a_gemm_that_is_not_faster_is_left_to_the_library() -> None:
+    """A rule of the user's names it, and has matched it."""
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("linear", "tensorwise")], default=None), target="sm_90")
+    torch.compile(Base(), backend=backend, fullgraph=True)(x(512, 64))
+    (row,) = backend.report.others
+    assert (row.fqn, row.recipe, row.rule) == ("linear", None, 0)
+    assert "not faster in FP8: predicted" in row.reason
+    assert 'rule "linear" asked for tensorwise' in row.reason
+    backend.report.check()
+
+
+class Chosen(Base):
+    """It multiplies as many rows as the data say."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.linear.weight
+        state = weight.quant_state
+        settings = state.shape, state.absmax, state.blocksize, state.quant_type
+        return torch.ops.bitsandbytes.gemm_4bit(x[x[:, 0] > 0], weight.data.view(-1, 1), *settings)
+
+
+@torch.no_grad()
+def test_a_gemm_that_a_rule_names_in_vain_is_an_error() -> None:
+    """Its row is that of any linear."""
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("linear", "tensorwise")], default=None))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(Chosen(), backend=backend, fullgraph=True)(x())
+    with pytest.raises(fp8graph.Fp8CoverageError, match="a size is known at run time only"):
+        backend.report.check()
