@@ -41,6 +41,8 @@ _REPLACED: Final = re.compile(r"(?:\.forward)?(?:\.__closure__\[\d+\]\.cell_cont
 _STEP: Final = re.compile(
     rf"(?:{_OWN})?\[(?P<quoted>{_QUOTED})\]|\[(?P<index>[^][]*)\]|\.?(?P<bare>(?:[^.[]|\[(?!{_INDEX[2:]}))+)"
 )
+# The tensors that a parameter wraps are attributes of it: ._parameters['weight'].qdata is of the parameter "weight".
+_WRAPPED: Final = re.compile(rf"""(_parameters(?:['"]\])?\[{_QUOTED}\])\..*""")
 _PARAMETRIZED: Final = "parametrizations"  # where torch.nn.utils.parametrize puts the parameters of a layer
 
 
@@ -51,6 +53,12 @@ class Parameter:
     source: str  # Dynamo's name for it, L['self']._modules[...]...
     index: int  # among the graph's inputs
     bound: str = ""  # its FQN, if the user bound the model (backend.bind)
+
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The root variable and the FQN under it (:func:`split_source`) of the parameter, or of the one it is a part of."""
+        return split_source(_WRAPPED.sub(r"\1", self.source))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +199,7 @@ def _prefixes(parameters: Iterable[Parameter]) -> dict[str, str]:
     """Root variables of the frame, and the full names (FQNs) of their modules."""
     prefixes: dict[str, str] = {}
     for parameter in parameters:
-        root, path = split_source(parameter.source)
+        root, path = parameter.place
         if parameter.bound == path or parameter.bound.endswith("." + path):
             prefixes[root] = parameter.bound.removesuffix(path).rstrip(".")
     return prefixes
@@ -206,7 +214,7 @@ def possible_names(parameters: Collection[Parameter], modules: Iterable[tuple[st
         modules: root variable and FQN under it of the latter.
     """
     prefixes, paths = dict.fromkeys([""]), dict.fromkeys([""])
-    places = [split_source(parameter.source) for parameter in parameters]
+    places = [parameter.place for parameter in parameters]
     for parameter, (root, path) in zip(parameters, places, strict=True):
         prefixes |= {root: None, parameter.bound.removesuffix(path).rstrip("."): None}
     for root, path in (*places, *modules):
@@ -222,10 +230,10 @@ def _full_path(
     """``(FQN of the root or None, root variable, FQN under it)`` of one site."""
     if parameter is None:
         return prefix, place.root, place.path
-    root, path = split_source(parameter.source)
+    root, path = parameter.place
     if parameter.bound and parameter.bound.endswith(path):
         prefix = parameter.bound.removesuffix(path).rstrip(".")
-    paths = [path, *(split_source(other.source)[1] for other in others)]
+    paths = [path, *(other.place[1] for other in others)]
     if not place.path:  # code at the root of the frame: the parameter's layer, or its own name
         own = path.split(".")[1] if path.startswith(f"{_PARAMETRIZED}.") else path
         if own.rpartition(".")[2].isdigit():  # of a ParameterList, which is no layer

@@ -222,3 +222,36 @@ def test_an_adapter_of_peft_on_a_base_in_4_bits() -> None:
     assert not {row.fqn for row in report.gemms if row.recipe} - {
         f"1.base_model.model.{name}_proj.base_layer" for name in "qo"
     }
+
+
+def weight_only(name: str) -> nn.Module:
+    """A linear whose weight torchao quantized."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
+    model = nn.Sequential(nn.Linear(64, 96, bias=False).bfloat16())
+    quantization.quantize_(model, getattr(quantization, name)())
+    return model[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_base_of_torchao_multiplies_in_fp8_both_ways(name: str) -> None:
+    """A rule names the layer, and not the tensors that its weight wraps."""
+    model = adapted(weight_only(name))
+    weight: Any = model.get_submodule("1.base_layer").weight
+    before = weight.qdata.clone()
+    x, dy = torch.randn(4, 8, 64).bfloat16(), torch.randn(4, 8, 96).bfloat16()
+    eager = stepped(model, model, x, dy)
+    fp8graph.compile(model, policy=only_base(), compiler="eager", cache_weights=False, fullgraph=True)
+    assert noise(eager, stepped(model, model, x, dy)) > 24
+    report = fp8graph.backend_of(model).report
+    assert of_base(report) == IN_FP8
+    report.check()
+    assert torch.equal(weight.qdata.view(torch.uint8), before.view(torch.uint8))
+
+
+def test_weights_only_in_fp8_stay_in_high_precision_unless_a_rule_names_them() -> None:
+    model = adapted(weight_only("Float8WeightOnlyConfig"))
+    fp8graph.compile(model, compiler="eager", fullgraph=True)
+    model(torch.randn(4, 8, 64).bfloat16()).sum().backward()
+    rows = [row for row in fp8graph.backend_of(model).report.gemms if row.fqn == "1.base_layer"]
+    assert [(row.gemm, row.recipe) for row in rows] == [("fprop", None), ("dgrad", None)]
+    assert {row.reason for row in rows} == {"the checkpoint quantizes weights only: they are dequantized"}
