@@ -22,6 +22,8 @@ are kept in E4M3 with one scale per tensor, and backward recomputes the function
 Weights that FSDP2 gathers anew for backward are always quantized anew in backward, also for a backward that decodes
 them (``dequantize_backward``): FP8 copies kept until then would take the memory that sharding saves.
 
+Weights that are decoded from integers (bases in 4 and 8 bits) are always decoded and quantized anew, too.
+
 In a region of torch.utils.checkpoint, the operands of GEMMs are quantized again when the region runs again, also where
 a selective policy saves the GEMMs' results. A tensor's own scale is saved, so that it is cast again without an amax:
 
@@ -65,11 +67,11 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import Arguments, QuantizeNode, call
-from fp8graph.libraries.products import decodes
 
 _RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy for a node of its region
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
+_NOT_AGAIN: Final = (*_GEMMS, aten.bmm.default, ops.quantize, ops.scaled_grouped_mm)  # costly, or decided elsewhere
 _CONVERSIONS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, ops.dequantize)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
@@ -93,9 +95,13 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             sharded = bool(compilation.facts.gathered) and node.meta[OPERAND_KEY] == "weight"
             wanted = compilation.facts.settings.save == "memory" or by_row or sharded
             chains = _chains(quantized, parameters)
-            if wanted or (chains and (_is_large(quantized) or _is_decoded(chains))):
+            decoding = _decoding(quantized)
+            if wanted or decoding or (chains and _is_large(quantized)):
                 refusal = _check(quantized, decoded_anew=sharded)
                 if refusal is None:
+                    for each in decoding:
+                        each.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
+                    chains = [[part] for part in quantized.arguments.parts] if decoding else chains
                     _quantize_again(graph, node, chains, decoded_anew=sharded)
                 elif wanted and refusal and (site := compilation.site_of(node)) is not None:
                     compilation.refuse("quantized again", site, refusal)
@@ -123,15 +129,34 @@ def _chains(quantized: QuantizeNode, parameters: Container[fx.Node]) -> list[lis
         chain = [node]
         while is_view(chain[0]) or chain[0].target in _CONVERSIONS:
             chain.insert(0, chain[0].all_input_nodes[0])
-        if chain[0] not in parameters and not decodes(chain[0]):
+        if chain[0] not in parameters:
             return []
         chains.append(chain)
     return chains
 
 
-def _is_decoded(chains: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether an op of a library decodes the weight: its codes take less memory than any copy (``split_decoding``)."""
-    return any(decodes(first) for first, *_ in chains)
+def _decoding(quantized: QuantizeNode) -> list[fx.Node]:
+    """The nodes that decode a weight from inputs of the graph, one of which is a matrix of integers: its codes.
+
+    They are there in backward anyway, and a copy of the weight is not. Empty for other weights.
+    """
+    pending = list(quantized.arguments.parts) if quantized.node.meta[OPERAND_KEY] == "weight" else []
+    decoding, has_codes = dict[fx.Node, None](), False
+    while pending:
+        node = pending.pop()
+        if node.op == "placeholder":
+            val = node.meta["val"]  # sizes are inputs, too
+            has_codes |= isinstance(val, torch.Tensor) and val.ndim > 1 and not val.dtype.is_floating_point
+        elif node not in decoding:
+            if node.op != "call_function" or node.target in _NOT_AGAIN or _is_random(node) or is_backward(node):
+                return []
+            decoding[node] = None
+            pending += node.all_input_nodes
+    return [*decoding] if has_codes else []
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _computed_again(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:

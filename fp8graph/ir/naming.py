@@ -54,10 +54,9 @@ class Parameter:
     index: int  # among the graph's inputs
     bound: str = ""  # its FQN, if the user bound the model (backend.bind)
 
-
     @property
     def place(self) -> tuple[str, str]:
-        """The root variable and the FQN under it (:func:`split_source`) of the parameter, or of the one it is a part of."""
+        """Root variable and FQN under it (:func:`split_source`); of a tensor that a parameter wraps, the parameter's."""
         return split_source(_WRAPPED.sub(r"\1", self.source))
 
 

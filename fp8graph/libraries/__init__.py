@@ -22,6 +22,7 @@ from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.errors import expect
 from fp8graph.libraries.adapters import adopt_adapters
 from fp8graph.libraries.readers import (
+    forward_of_codes,
     forward_of_experts,
     is_table,
     keep_compressed,
@@ -107,4 +108,4 @@ def _forward(module: nn.Module) -> Callable[..., Any] | None:
     for reader, in_eager in _READERS:
         if (read := reader(module)) is not None:
             return forward_of(read, in_eager)
-    return forward_of_experts(module)
+    return forward_of_experts(module) or forward_of_codes(module)

@@ -246,9 +246,38 @@ def _is_linear(module: object) -> bool:
     return isinstance(module, nn.Linear)
 
 
+def forward_of_codes(module: Any) -> Callable[[Any, Tensor], Tensor] | None:
+    """The ``forward`` of a layer of compressed-tensors with packed integers (W4A16, W8A16); None for any other.
+
+    It decodes the weight in the graph, so that the linear behind is one like any other: in FP8 by the policy's recipe.
+    """
+    status = getattr(module, "quantization_status", None)
+    if not _is_linear(module) or getattr(status, "value", None) != "compressed" or not hasattr(module, "weight_packed"):
+        return None
+    scheme = module.quantization_scheme
+    weights, k = scheme.weights, module.in_features
+    reordered = hasattr(module, "weight_g_idx") or getattr(module, "weight_zero_point", None) is not None
+    of_groups = weights.group_size or k
+    if weights.type != "int" or not weights.symmetric or reordered or scheme.input_activations is not None:
+        return None
+    return _codes_forward if weights.num_bits in (4, 8) and k % of_groups == 0 and k % 8 == 0 else None
+
+
+def _codes_forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
+    packed, scale = self.weight_packed.detach(), self.weight_scale.detach()
+    bits = self.quantization_scheme.weights.num_bits
+    (n, words), groups = packed.shape, scale.shape[-1] if scale.ndim > 1 else 1
+    places = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)  # the first number in the lowest bits
+    codes = ((packed.unsqueeze(-1) >> places) & (2**bits - 1)) - 2 ** (bits - 1)
+    grid = codes.reshape(n, groups, words * 32 // bits // groups).to(scale.dtype)
+    weight = (grid * scale.reshape(-1, groups, 1)).reshape(n, -1)
+    return nn.functional.linear(input, weight.to(input.dtype), self.bias)
+
+
 def keep_compressed(model: nn.Module) -> None:
-    """Remove the hook that would dequantize ``model`` in its first call."""
-    for module in model.modules():
+    """Remove the hook that would dequantize ``model`` in its first call, unless no layer of it is read as it is."""
+    read = any(of_compressed_tensors(module) or forward_of_codes(module) for module in model.modules())
+    for module in model.modules() if read else ():
         hook: Any = module.__dict__.pop(_HOOK, None)
         if hook is not None:
             hook.remove()

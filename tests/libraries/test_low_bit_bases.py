@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
+from fp8_checkpoints import IDS, load
+from fp8_checkpoints import _compressed_tensors as write_compressed
 from fp8graph.numerics import sqnr_db
 from fp8graph.records import ProductRecord
 from helpers import ALL, NONE, Checkpointed, eager_backend, first_fast
@@ -246,6 +249,9 @@ def test_a_base_of_torchao_multiplies_in_fp8_both_ways(name: str) -> None:
     assert of_base(report) == IN_FP8
     report.check()
     assert torch.equal(weight.qdata.view(torch.uint8), before.view(torch.uint8))
+    if name.startswith("Int8"):
+        kept = [each for each in saved(model, x) if each.numel() == 64 * 96]
+        assert {each.dtype for each in kept} == {torch.int8}, "the codes, and no copy of the weight"
 
 
 def test_weights_only_in_fp8_stay_in_high_precision_unless_a_rule_names_them() -> None:
@@ -255,3 +261,37 @@ def test_weights_only_in_fp8_stay_in_high_precision_unless_a_rule_names_them() -
     rows = [row for row in fp8graph.backend_of(model).report.gemms if row.fqn == "1.base_layer"]
     assert [(row.gemm, row.recipe) for row in rows] == [("fprop", None), ("dgrad", None)]
     assert {row.reason for row in rows} == {"the checkpoint quantizes weights only: they are dequantized"}
+
+
+@first_fast("preset", ["W4A16", "W8A16"])
+def test_a_base_of_compressed_tensors_multiplies_in_fp8_both_ways(preset: str, tmp_path: Path) -> None:
+    write_compressed(preset)(tmp_path)
+    reference, model = load(tmp_path), load(tmp_path)
+    with torch.no_grad():
+        reference(input_ids=IDS)  # decompresses itself
+    weight = reference.model.layers[0].mlp.down_proj.weight.double()
+    linear = fp8graph.adopt(model).model.layers[0].mlp.down_proj
+    before = linear.weight_packed.clone()
+    x = torch.randn(64, 512).bfloat16().requires_grad_()
+    assert sqnr_db(x.detach().double() @ weight.t(), linear(x)) > 40  # in eager, where the library's forward fails
+    backend = eager_backend(ALL)
+    compiled = torch.compile(linear, backend=backend, fullgraph=True)
+    kept = saved(compiled, x)
+    assert not [each for each in kept if each.numel() == weight.numel()], "the weight, decoded or in FP8"
+    y = compiled(x)
+    y.backward(dy := torch.randn_like(y))
+    assert [(row.gemm, row.recipe) for row in backend.report.gemms] == [(gemm, "tensorwise") for gemm in IN_FP8]
+    assert sqnr_db(x.detach().double() @ weight.t(), y) > 25
+    assert x.grad is not None
+    assert sqnr_db(dy.double() @ weight, x.grad) > 24
+    assert torch.equal(linear.weight_packed, before)
+
+
+@pytest.mark.slow
+def test_integers_whose_inputs_are_quantized_are_left_to_the_library(tmp_path: Path) -> None:
+    """Its hook decompresses the model in the first call."""
+    write_compressed("W8A8")(tmp_path)
+    model = fp8graph.adopt(load(tmp_path))
+    with torch.no_grad():
+        model(input_ids=IDS)
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
