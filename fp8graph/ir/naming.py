@@ -56,7 +56,7 @@ class Parameter:
 
     @property
     def place(self) -> tuple[str, str]:
-        """Root variable and FQN under it (:func:`split_source`); of a tensor that a parameter wraps, the parameter's."""
+        """The root variable and the FQN under it; of a tensor that a parameter wraps, those of the parameter."""
         return split_source(_WRAPPED.sub(r"\1", self.source))
 
 

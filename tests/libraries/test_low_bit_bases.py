@@ -13,6 +13,7 @@ import fp8graph
 from fp8_checkpoints import IDS, load
 from fp8_checkpoints import _compressed_tensors as write_compressed
 from fp8graph.numerics import sqnr_db
+from fp8graph.passes.split_decoding import _FEW
 from fp8graph.records import ProductRecord
 from helpers import ALL, NONE, Checkpointed, eager_backend, first_fast
 
@@ -295,3 +296,24 @@ def test_integers_whose_inputs_are_quantized_are_left_to_the_library(tmp_path: P
     with torch.no_grad():
         model(input_ids=IDS)
     assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+
+
+def test_a_base_in_8_bits_of_bitsandbytes_has_rows_both_ways() -> None:
+    """On a CPU the library decodes; its backward does so with nodes of its own."""
+    library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    base = library.nn.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False)
+    base.load_state_dict(nn.Linear(64, 96, bias=False).bfloat16().state_dict())
+    model = adapted(base.to("cpu"))
+    eager, compiled, report = trained(model, only_base())
+    assert of_base(report) == {"fprop": ("tensorwise", "native"), "dgrad": (None, "high precision")}
+    assert noise(eager, compiled) > 24
+    assert base.weight.dtype == torch.int8
+
+
+def test_the_page_has_a_row_for_each_of_these_bases() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    _, section = page.split("## QLoRA")
+    for name in ("Linear4bit", "Linear8bitLt", "Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "W4A16 and W8A16"):
+        assert f"{name}" in section
+    assert f"up to {_FEW} rows" in section
+    assert "the checkpoint quantizes weights only" in section

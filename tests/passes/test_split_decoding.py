@@ -148,7 +148,7 @@ def test_a_gemm_that_is_not_faster_is_left_to_the_library() -> None:
 
 
 class Chosen(Base):
-    """It multiplies as many rows as the data say."""
+    """A base that multiplies as many rows as the data say."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.linear.weight
