@@ -39,10 +39,12 @@ from fp8graph.ir.nodes import CACHED_KEY, NOT_KEPT_KEY, OPERAND_KEY, SITES, node
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.weight_graphs import SHARDED, WeightGraph, WeightInput, hoist, quantized_weights, weight_graph
+from fp8graph.libraries.products import decodes
 from fp8graph.numerics import quantization
 from fp8graph.recipes import LAYOUTS
 
 _GEMMS: Final = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
+_DECODED: Final = "it is decoded from 4 bits per number: a copy in FP8 would take twice the memory of these"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,6 +115,8 @@ def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
             reasons.append(_why_not_input(node, index, quantized, compilation))
         elif node.target in _GEMMS:
             return ""
+        elif decodes(node):
+            return _DECODED
         else:
             if node.target is collectives.ALL_GATHER:
                 reasons.append(f"it is gathered from several ranks in the graph: {SHARDED}")

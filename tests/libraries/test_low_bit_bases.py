@@ -317,3 +317,26 @@ def test_the_page_has_a_row_for_each_of_these_bases() -> None:
         assert f"{name}" in section
     assert f"up to {_FEW} rows" in section
     assert "the checkpoint quantizes weights only" in section
+
+
+@torch.no_grad()
+def test_inference_decodes_4_bits_in_each_call() -> None:
+    model = adapted(four_bits())
+    fp8graph.compile(model, policy=only_base(), compiler="eager", fullgraph=True)
+    model(torch.randn(4, 8, 64).bfloat16())
+    backend = fp8graph.backend_of(model)
+    assert backend.weights.bytes == 0
+    (refusal,) = backend.report.refusals
+    assert (refusal.what, refusal.fqn) == ("kept weight", "1.base_layer")
+    assert refusal.reason.startswith("it is decoded from 4 bits per number")
+
+
+@torch.no_grad()
+def test_inference_keeps_a_copy_of_packed_integers_unless_it_shall_not(tmp_path: Path) -> None:
+    write_compressed("W4A16")(tmp_path)
+    for cache_weights in (True, False):
+        linear: Any = fp8graph.adopt(load(tmp_path)).model.layers[0].mlp.down_proj
+        fp8graph.compile(linear, policy=ALL, compiler="eager", cache_weights=cache_weights, fullgraph=True)
+        linear(torch.randn(32, 512).bfloat16())
+        kept = fp8graph.backend_of(linear).weights.bytes
+        assert (kept >= 256 * 512) == cache_weights
