@@ -168,5 +168,8 @@ def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=x.requires_grad)
+        parameter: Any = nn.Parameter(fake, requires_grad=x.requires_grad)
+        if "quant_state" in x.__dict__:  # bitsandbytes' scales and sizes
+            parameter.quant_state = x.__dict__["quant_state"]
+        return parameter
     return fake.requires_grad_(x.requires_grad and x.is_leaf)

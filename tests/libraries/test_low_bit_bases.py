@@ -340,3 +340,10 @@ def test_inference_keeps_a_copy_of_packed_integers_unless_it_shall_not(tmp_path:
         linear(torch.randn(32, 512).bfloat16())
         kept = fp8graph.backend_of(linear).weights.bytes
         assert (kept >= 256 * 512) == cache_weights
+
+
+def test_explain_traces_a_base_in_4_bits_for_a_gpu_that_is_absent() -> None:
+    report = fp8graph.explain(
+        adapted(four_bits()), torch.randn(4, 8, 64).bfloat16(), policy=only_base(), target="sm_90"
+    )
+    assert of_base(report) == IN_FP8
