@@ -288,7 +288,6 @@ def test_a_base_of_compressed_tensors_multiplies_in_fp8_both_ways(preset: str, t
     assert torch.equal(linear.weight_packed, before)
 
 
-@pytest.mark.slow
 def test_integers_whose_inputs_are_quantized_are_left_to_the_library(tmp_path: Path) -> None:
     """Its hook decompresses the model in the first call."""
     write_compressed("W8A8")(tmp_path)

@@ -41,6 +41,8 @@ _LIBRARIES: Final = "fp8graph/libraries"
 _CLI: Final = "fp8graph/cli.py"
 _OFFLINE: Final = "fp8graph/offline"
 _LINT: Final = ("tests/tools/test_lint_checkpoint.py",)
+_LOW_BIT: Final = ("tests/libraries/test_low_bit_bases.py",)
+_SPLIT: Final = ("tests/passes/test_split_decoding.py",)
 
 FAULTS: Final[tuple[Fault, ...]] = (
     # numerics
@@ -2153,8 +2155,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "forward keeps the columnwise copies of large weights",
         "passes/save_for_backward.py",
-        "if wanted or (chains and _is_large(quantized)):",
-        "if wanted:",
+        "if wanted or decoding or (chains and _is_large(quantized)):",
+        "if wanted or decoding:",
         ("tests/passes/test_save_for_backward.py",),
     ),
     Fault(
@@ -2535,6 +2537,98 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "(?:q|k|v|o|qkv|q_a",
         "(?:eh|q|k|v|o|qkv|q_a",
         _LINT,
+    ),
+    # bases in 4 and 8 bits
+    Fault(
+        "a decoded base is saved for a dgrad in high precision",
+        "passes/split_decoding.py",
+        '        set_direction(each, None)\n        each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE',
+        "        set_direction(each, None)",
+        _LOW_BIT,
+    ),
+    Fault(
+        "four rows are split",
+        "passes/split_decoding.py",
+        "value(split.matmul).shape[:-1])) <= _FEW:",
+        "value(split.matmul).shape[:-1])) < _FEW:",
+        _SPLIT,
+    ),
+    Fault(
+        "a rule that names a base in vain is no error",
+        "passes/split_decoding.py",
+        "return None if decision.required and not decision.by_profitability else decision.reason",
+        "return decision.reason",
+        _SPLIT,
+    ),
+    Fault(
+        "an op that another one reads is put back twice",
+        "passes/split_decoding.py",
+        "lambda x: joined.get(x, x)",
+        "lambda x: x",
+        _SPLIT,
+    ),
+    Fault(
+        "a gradient with gaps multiplies a base in high precision",
+        "passes/split_decoding.py",
+        "batched = [] if exact else [*_batched(read)]",
+        "batched = []",
+        _SPLIT,
+    ),
+    Fault(
+        "forward reads a base unrounded that backward rounds",
+        "passes/split_decoding.py",
+        "first = dtype if again is None or again.target is not _CONVERT else",
+        "first = dtype if again is not None else",
+        _SPLIT,
+    ),
+    Fault(
+        "a base in 4 bits is no linear",
+        "passes/match.py",
+        "(node.target is ops.stored_weight or decodes(node))",
+        "(node.target is ops.stored_weight)",
+        _LOW_BIT,
+    ),
+    Fault(
+        "the rule that leaves a base to its library counts as unused",
+        "fp8graph/records.py",
+        "index=index, rule=rule, reason=reason)\n\n    def cells(self) -> tuple[str, ...]:\n        shapes",
+        "index=index, reason=reason)\n\n    def cells(self) -> tuple[str, ...]:\n        shapes",
+        _SPLIT,
+    ),
+    Fault(
+        "the FP8 copy of a weight from integers is saved",
+        "passes/save_for_backward.py",
+        "if wanted or decoding or (chains",
+        "if wanted or (chains",
+        _LOW_BIT,
+    ),
+    Fault(
+        "a layer is named by the tensors that its weight wraps",
+        f"{_IR}/naming.py",
+        '_WRAPPED.sub(r"\\1", self.source)',
+        "self.source",
+        _LOW_BIT,
+    ),
+    Fault(
+        "packed integers are decoded without a sign",
+        f"{_LIBRARIES}/readers.py",
+        "& (2**bits - 1)) - 2 ** (bits - 1)",
+        "& (2**bits - 1))",
+        _LOW_BIT,
+    ),
+    Fault(
+        "a hook is removed that a library needs",
+        f"{_LIBRARIES}/readers.py",
+        "for module in model.modules() if read else ():",
+        "for module in model.modules():",
+        _LOW_BIT,
+    ),
+    Fault(
+        "explain loses the scales of bitsandbytes",
+        f"{_TOOLS}/explain.py",
+        'if "quant_state" in x.__dict__:',
+        "if False:",
+        _LOW_BIT,
     ),
 )
 
