@@ -48,8 +48,8 @@ def account(graph: fx.Graph, compilation: Compilation) -> None:
     products = [p for p in products_of(graph, stored) if p.node.target not in SITES and p.node not in listed]
     sites = sites_of(products, weights_of(graph, stored), parameters_of(graph, facts.parameters))
     whole = {each.node: each for each in compilation.results(Whole)}
-    for node, each in whole.items():  # the policy leaves it whole: another policy may not
-        sites[node] = dataclasses.replace(each.site, fqn=sites[node].fqn, index=sites[node].index)
+    for node in whole.keys() & sites.keys():  # a policy leaves it whole: another one may not
+        sites[node] = dataclasses.replace(whole[node].site, fqn=sites[node].fqn, index=sites[node].index)
     compilation.others[ProductRecord] = list(dict.fromkeys(sites.values()))
     for product in products:
         more = [whole[product.node].reason] if product.node in whole else []
