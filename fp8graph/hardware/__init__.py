@@ -19,6 +19,7 @@ from fp8graph.hardware.amd import AMD
 from fp8graph.hardware.device import CPU, Hardware
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.hardware.speed import BF16_SHARE, Speed, of_device_name
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolve_recipe
 
 VENDORS: Final[tuple[type[Hardware], ...]] = (CPU, NVIDIA, AMD)
@@ -101,13 +102,15 @@ class Support:
     device: str  #: its name
     native: tuple[GemmName, ...]  #: those that run natively
     obstacles: Mapping[GemmName, str]  #: why the others are emulated
+    evidence: str = ""  #: by what the native ones are known, where no such device has run them for us
 
     def __bool__(self) -> bool:
         return not self.obstacles
 
     def __str__(self) -> str:
         if not self.obstacles:
-            return f"{self.device} multiplies {self.recipe} natively"
+            by = f", by {self.evidence}" if self.evidence else ""
+            return f"{self.device} multiplies {self.recipe} natively{by}"
         return "; ".join(f"{gemm} is emulated: {reason}" for gemm, reason in self.obstacles.items())
 
 
@@ -143,4 +146,6 @@ def support_of(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> Su
                 native.append(gemm)
             else:
                 obstacles[gemm] = reason
-    return Support(recipe=recipe.name, device=device.name, native=tuple(native), obstacles=obstacles)
+    kind = SCALINGS[recipe.quantizer("input").scaling].gemm
+    evidence = device.evidence_without_device(kind, grouped=grouped) if native else ""
+    return Support(recipe=recipe.name, device=device.name, native=tuple(native), obstacles=obstacles, evidence=evidence)

@@ -103,8 +103,8 @@ class Hardware:
         """Further conditions of torch's kernels on operands and result, by GEMM, beside the kind of scaling."""
         return {}
 
-    def evidence_without_device(self, gemm: str) -> str:
-        """The evidence for a grouped kernel of the device, where no such device has run it; "": one has."""
+    def evidence_without_device(self, gemm: str, *, grouped: bool = False) -> str:
+        """The evidence for a kernel of the device, where we have run it on no such device; "": none is needed."""
         return ""
 
     @property

@@ -1,7 +1,7 @@
 """NVIDIA's GPUs: cuBLASLt's and CUTLASS's GEMMs behind ``torch._scaled_mm``, and the order of their scales.
 
-FP8 with one scale per tensor needs sm_89 (Ada) or later, rows and tiles sm_90 (Hopper), MXFP8 and NVFP4 sm_100
-(Blackwell).
+FP8 with one scale per tensor or row needs sm_89 (Ada) or later, tiles sm_90 (Hopper), MXFP8 and NVFP4 sm_100 or later
+(Blackwell, in data centers or not).
 """
 
 from __future__ import annotations
@@ -27,8 +27,15 @@ _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 
 
 _IN_BLOCKS: Final = ("mxfp8", "nvfp4")  # Blackwell's GEMMs, whose scales are in blocks of 128 rows x 4 tiles
 
+# Blackwell's GPUs that are not for data centers, and the CUDA from which on torch's wheels have their kernels for one
+# scale per row (pytorch#155991; for sm_121 pytorch#167734, which CUDA 12.8 does not compile).
+_SM_12X: Final = {"sm_120": (12, 8), "sm_121": (13, 0)}
+
 # By the name that torch.cuda.get_device_name returns, more specific names first: dense TFLOPS in bf16 (accumulated in
-# FP32, which GeForce does at half its FP16 rate), FP8, FP4 (that of FP8 if there is none) and FP32; TB/s.
+# FP32, which GeForce does at half its FP16 rate), FP8, FP4 (that of FP8 if there is none) and FP32; TB/s; TFLOPS in
+# MXFP8 where these are not those of FP8: GeForce halves plain FP8, too, but not block-scaled products. An RTX 5060 Ti
+# issued 51 TFLOPS in bf16, 102 in FP8 and 202 in MXFP8, an RTX 5090 253, 506 and 993 (flashinfer#3628, #4149; measured
+# there). MXFP8 is half of FP4. Of GB10 NVIDIA gives FP4 alone: halved as cards that halve nothing.
 BOARDS: Final[Mapping[str, Speed]] = {
     name: of_data_sheet(name, *numbers)
     for name, *numbers in (
@@ -48,11 +55,27 @@ BOARDS: Final[Mapping[str, Speed]] = {
         ("GB200", 2500, 5000, 10000, 80, 8.0),
         ("B300", 2250, 4500, 13500, 75, 8.0),
         ("GB300", 2500, 5000, 15000, 80, 8.0),
-        ("RTX 5090", 209, 419, 1676, 105, 1.792),
+        ("RTX 5090", 209, 419, 1676, 105, 1.792, 838),
+        ("RTX 5080", 113, 225, 900, 56, 0.960, 450),
+        ("RTX 5070 Ti", 88, 176, 703, 44, 0.896, 352),
+        ("RTX 5070", 62, 123, 494, 31, 0.672, 247),
+        ("RTX 5060 Ti", 47, 95, 380, 24, 0.448, 190),
+        ("RTX 5060", 38, 77, 307, 19, 0.448, 154),
+        ("RTX PRO 6000 Blackwell Max-Q", 439, 878, 1756, 110, 1.792),
+        ("RTX PRO 6000 Blackwell", 504, 1008, 2015, 126, 1.792),
+        ("RTX PRO 5000 Blackwell", 258, 516, 1032, 65, 1.344),
+        ("GB10", 125, 250, 500, 31, 0.273),
     )
 }
 # An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 gets that of an H100 SXM.
-_TYPICAL: Final = {"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090"}
+_TYPICAL: Final = {
+    **{"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103": "B300"},
+    **{"sm_120": "RTX 5090", "sm_121": "GB10"},
+}
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +89,7 @@ class NVIDIA(Hardware):
         **{"tensor": (1, 16, 16), "row": (1, 16, 16), "block": (4, 16, 128)},
         **{"mxfp8": (1, 16, 32), "nvfp4": (1, 16, 32)},
     }
-    examples = ("sm_89", "sm_90", "sm_100")
+    examples = ("sm_89", "sm_90", "sm_100", "sm_120")
     architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
     multiplies_groups = True
@@ -80,14 +103,12 @@ class NVIDIA(Hardware):
         major, minor = int(match[1]), int(match[2])
         scalings: set[str] = set()
         if (major, minor) >= (8, 9):
-            scalings |= {"tensor"}
-        if major >= 9:
-            scalings |= {"row"}
+            scalings |= {"tensor", "row"}
         if (major, minor) == (9, 0):  # Blackwell's block scaling is MXFP8
             scalings |= {"block"}
         # one scale per row; operands with fewer scales use copies of them
         grouped = {"tensor", "row"} if (major, minor) == (9, 0) else set[str]()
-        if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
+        if major >= 10:  # sm_12x in the layout "TN" alone, which is that of all GEMMs here
             scalings |= {*_IN_BLOCKS}
         if major == 10:
             grouped |= {*_IN_BLOCKS}
@@ -134,15 +155,21 @@ class NVIDIA(Hardware):
 
     @property
     def rules(self) -> Mapping[str, Rule]:
-        return {"row": self._rows, "block": self._tiles, "mxfp8": self._mx}
+        return {"row": self._rows, "block": self._tiles, "mxfp8": self._mx, "nvfp4": self._blocks}
 
     def _rows(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         """With one scale per row, cuBLASLt has a GEMM on sm_90 from CUDA 12.9 on.
 
         Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
         Otherwise a CUTLASS kernel runs, which produces bf16 and fp16 (pytorch#166744) but, in torch 2.11, not FP32
-        (pytorch#162022), and whose second operand is E4M3 (``check_inputs`` in RowwiseScaledMM.cuh).
+        (pytorch#162022), and whose second operand is E4M3 (``check_inputs`` in RowwiseScaledMM.cuh). Its
+        ``dispatch_fp8_rowwise_kernel_on_sm`` has a kernel for sm_89, 9.x, 10.x, 11.x and 12.x. The libraries of torch
+        2.11 (CUDA 13.0) and 2.15 (13.2) contain those for sm_89, sm_120 and sm_121, and go to them before compute
+        capability 9 and from 10 on; with ``major == 10`` in its place, 12.x went to cuBLASLt, which has none
+        (pytorch#192707, torch 2.10, which fp8graph does not allow).
         """
+        if (needed := _SM_12X.get(self.name.removesuffix("a"))) and self.cuda is not None and self.cuda < needed:
+            return f"one scale per row on {self.name} needs CUDA {_dotted(needed)} or later, but {self._has}"
         if not self._is_old and self.name.removesuffix("a") == "sm_90":
             return None
         where = f"only on sm_90 with CUDA 12.9 or later, but {self._shortfall}"
@@ -162,7 +189,20 @@ class NVIDIA(Hardware):
         return None
 
     def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
-        return "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+        reason = "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+        return reason or self._blocks(a, b, out_dtype)
+
+    def _blocks(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """Block-scaled GEMMs: ``get_scale_mode`` in CUDABlas.cpp has their scales from CUDA 12.8 on.
+
+        On 12.x cuBLASLt takes only "TN" (its documentation of ``cublasLtMatmul``: "on Ada, Hopper, and Blackwell
+        GeForce (compute capability 12.x)"), and the others from 13.6 on (pytorch#198126, #198188). The names of its
+        kernels for sm_120 (``cutlass3x_sm120_bstensorop_..._block_scaled_..._tnn_``) are the same in 12.8.4, 13.1 (of
+        torch 2.11) and 13.4 (of 2.15): E4M3 with E4M3, or with E5M2, and E2M1, with results in bf16, fp16 and FP32.
+        """
+        if self.cuda is None or self.cuda >= (12, 8):
+            return None
+        return f"{SCALINGS[a.scaling].gemm.upper()} GEMMs need CUDA 12.8 or later, but {self._has}"
 
     @property
     def _is_old(self) -> bool:
@@ -170,13 +210,23 @@ class NVIDIA(Hardware):
 
     @property
     def _shortfall(self) -> str:
-        return f"torch has {'.'.join(map(str, self.cuda))}" if self.cuda and self._is_old else f"this is {self.name}"
+        return self._has if self._is_old else f"this is {self.name}"
+
+    @property
+    def _has(self) -> str:
+        return f"torch has {_dotted(self.cuda or ())}"
 
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
         return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mslk_groups, "nvfp4": self._fp4_groups}
 
-    def evidence_without_device(self, gemm: str) -> str:
+    def evidence_without_device(self, gemm: str, *, grouped: bool = False) -> str:
+        if not grouped:
+            name = self.name.removesuffix("a")
+            if name in _SM_12X and gemm in _IN_BLOCKS:
+                return "others' measurements and the sources of torch and cuBLAS, not by our run"
+            is_cutlass = gemm == "row" and name in ("sm_89", *_SM_12X)
+            return "torch's sources and its libraries, not by our run" if is_cutlass else ""
         # torch checks the shapes of FP4 on a GPU alone
         checks = {
             "mxfp8": "the sources of torch and MSLK, torch's checks of shapes",
@@ -199,7 +249,7 @@ class NVIDIA(Hardware):
         """
         if self.cuda is not None and self.cuda < (12, 8):
             kind = SCALINGS[a.scaling].gemm.upper()
-            return f"grouped {kind} GEMMs need CUDA 12.8 or later, but torch has {'.'.join(map(str, self.cuda))}"
+            return f"grouped {kind} GEMMs need CUDA 12.8 or later, but {self._has}"
         return self._groups(a, b, out_dtype)
 
     def _fp4_groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:

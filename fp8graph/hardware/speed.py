@@ -109,10 +109,13 @@ class Speed:
         return dataclasses.replace(self, host_launch=0.0)
 
 
-def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float) -> Speed:
+def of_data_sheet(
+    name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float, mxfp8: float | None = None
+) -> Speed:
     """Achievable rates from data-sheet peaks: 80 % of the FLOPS for bf16 GEMMs, 68 % for FP8, 90 % of the bandwidth.
 
-    The peaks are dense TFLOPS; ``fp4`` is the one of FP8 if there is no FP4; the bandwidth is in TB/s.
+    The peaks are dense TFLOPS; ``fp4`` is the one of FP8 if there is no FP4; the bandwidth is in TB/s. ``mxfp8``: that
+    of FP8 if it is None.
     """
     return Speed(
         name=name,
@@ -122,6 +125,7 @@ def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, b
         fp4_flops=0.68e12 * fp4,
         bandwidth=0.90e12 * bandwidth,
         launch=2e-6,
+        rates=RATES if mxfp8 is None else {**RATES, "mxfp8": RATES["mxfp8"] * mxfp8 / fp8},
     )
 
 

@@ -168,9 +168,9 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{source}")
     notes = [DECISION, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
-    if obstacle is None and gemm.node.target in GROUPED:
-        kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]
-        checked = compilation.hardware_of(gemm.node).evidence_without_device(kind.gemm)
+    if obstacle is None:
+        kind, grouped = SCALINGS[recipe.quantizer(gemm.a.operand).scaling], gemm.node.target in GROUPED
+        checked = compilation.hardware_of(gemm.node).evidence_without_device(kind.gemm, grouped=grouped)
         notes += [f"{NATIVE_BY}{checked}"] if checked else []
     return Decision(
         recipe=recipe,

@@ -203,6 +203,7 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
 # RowwiseScaledMM.cu has kernels for fp16 (pytorch#166744), bias included.
 OLD, NEW = (12, 8), (13, 0)
 ROWS_NEED = "one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later"
+ROWS_OF = "one scale per row on"
 CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None]] = [
     ("rowwise", "sm_90", OLD, torch.bfloat16, None),
     ("rowwise", "sm_90", OLD, torch.float16, None),
@@ -213,6 +214,18 @@ CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None
     ("rowwise", "sm_90", None, torch.float32, None),
     ("rowwise", "sm_100", NEW, torch.float16, None),
     ("rowwise", "sm_100", NEW, torch.float32, f"{ROWS_NEED}, but this is sm_100"),
+    ("rowwise", "sm_89", (12, 6), torch.bfloat16, None),
+    ("rowwise", "sm_89", NEW, torch.float32, f"{ROWS_NEED}, but this is sm_89"),
+    ("rowwise", "sm_120", OLD, torch.bfloat16, None),
+    ("rowwise", "sm_120", (12, 6), torch.bfloat16, f"{ROWS_OF} sm_120 needs CUDA 12.8 or later, but torch has 12.6"),
+    ("rowwise", "sm_121", (13, 0), torch.float16, None),
+    ("rowwise", "sm_121a", (12, 9), torch.bfloat16, f"{ROWS_OF} sm_121a needs CUDA 13.0 or later, but torch has 12.9"),
+    ("rowwise", "sm_120a", None, torch.float32, f"{ROWS_NEED}, but this is sm_120a"),
+    ("mxfp8", "sm_120", OLD, torch.bfloat16, None),
+    ("mxfp8", "sm_120", OLD, torch.float32, None),
+    ("mxfp8", "sm_120", (12, 6), torch.bfloat16, "MXFP8 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
+    ("nvfp4", "sm_121", OLD, torch.bfloat16, None),
+    ("nvfp4", "sm_100", (12, 6), torch.bfloat16, "NVFP4 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
     ("blockwise", "sm_90", NEW, torch.float16, None),
     ("blockwise", "sm_90", OLD, torch.bfloat16, "one scale per tile needs CUDA 12.9 or later, but torch has 12.8"),
     ("tensorwise", "sm_90", OLD, torch.float32, None),
@@ -317,6 +330,8 @@ def test_the_order_of_a_swizzled_block() -> None:
         ),
         ("sm_110", None, torch.bfloat16, "mxfp8", "sm_110 has no grouped MXFP8 GEMM"),
         ("sm_120", None, torch.bfloat16, "mxfp8", "sm_120 has no grouped MXFP8 GEMM"),
+        ("sm_121", None, torch.bfloat16, "nvfp4", "sm_121 has no grouped NVFP4 GEMM"),
+        ("sm_120", None, torch.bfloat16, "rowwise", "sm_120 has no grouped FP8 GEMM with one scale per row"),
         ("sm_90", None, torch.bfloat16, "mxfp8", "sm_90 has no grouped MXFP8 GEMM"),
     ],
 )

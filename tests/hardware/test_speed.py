@@ -14,7 +14,7 @@ from torch import nn
 import fp8graph
 from fp8graph import Policy, hardware
 from fp8graph.hardware.nvidia import BOARDS
-from fp8graph.hardware.speed import RATES, Speed, of_data_sheet, of_device_name
+from fp8graph.hardware.speed import RATES, Speed, gemm_seconds, of_data_sheet, of_device_name
 from fp8graph.numerics.scalings import SCALINGS
 from predicted import H200
 
@@ -100,6 +100,16 @@ def test_a_bad_table(tmp_path: Path, text: str | None) -> None:
         ("sm_103", "NVIDIA GB300", "GB300"),
         ("sm_103", "", "B300"),
         ("sm_120", "NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("sm_120", "NVIDIA GeForce RTX 5070", "RTX 5070"),
+        ("sm_120", "NVIDIA GeForce RTX 5070 Ti", "RTX 5070 Ti"),
+        ("sm_120", "NVIDIA GeForce RTX 5060 Ti", "RTX 5060 Ti"),
+        ("sm_120", "NVIDIA GeForce RTX 5060", "RTX 5060"),
+        ("sm_120", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell"),
+        ("sm_120", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000 Blackwell Max-Q"),
+        ("sm_120", "NVIDIA RTX PRO 5000 Blackwell", "RTX PRO 5000 Blackwell"),
+        ("sm_120a", "NVIDIA GeForce RTX 5090 Laptop GPU", "RTX 5090"),
+        ("sm_121", "NVIDIA GB10", "GB10"),
+        ("sm_121", "", "GB10"),
         ("sm_80", "NVIDIA A100-SXM4-80GB", None),
         ("cpu", "", None),
     ],
@@ -112,6 +122,36 @@ def test_rates_of_a_data_sheet() -> None:
     speed = of_data_sheet("X", bf16=1000, fp8=2000, fp4=4000, fp32=50, bandwidth=3)
     assert (speed.bf16_flops, speed.fp8_flops, speed.fp4_flops) == (8e14, 1.36e15, 2.72e15)
     assert (speed.fp32_flops, speed.bandwidth) == (4e13, 2.7e12)
+
+
+def test_a_data_sheet_with_another_rate_for_mxfp8() -> None:
+    speed = of_data_sheet("X", bf16=100, fp8=200, fp4=800, fp32=50, bandwidth=1, mxfp8=400)
+    assert speed.low_precision_flops(SCALINGS["mxfp8"]) == pytest.approx(2 * RATES["mxfp8"] * speed.fp8_flops)
+    assert {name: rate for name, rate in speed.rates.items() if name != "mxfp8"} == {
+        name: rate for name, rate in RATES.items() if name != "mxfp8"
+    }
+
+
+GEFORCE = [name for name in BOARDS if name.startswith("RTX 50")]
+
+
+@pytest.mark.parametrize("board", [*GEFORCE, *(name for name in BOARDS if "PRO" in name), "GB10"])
+def test_rates_of_blackwell_outside_of_data_centers(board: str) -> None:
+    """GeForce halves what accumulates in FP32, bf16 and plain FP8, but no block-scaled product; other cards do not."""
+    speed = BOARDS[board]
+    per_tensor, mxfp8 = (speed.low_precision_flops(SCALINGS[name]) for name in ("tensor", "mxfp8"))
+    halved = 2 if board in GEFORCE else 1
+    assert mxfp8 / (RATES["mxfp8"] * per_tensor) == pytest.approx(halved, rel=0.02)
+    assert per_tensor / speed.bf16_flops == pytest.approx(0.68 / 0.80 * 2, rel=0.02)
+    assert speed.fp4_flops / (mxfp8 / RATES["mxfp8"]) == pytest.approx(2, rel=0.02)
+
+
+def test_mxfp8_on_an_rtx_5060_ti_is_as_fast_as_it_was_measured() -> None:
+    """ao#4932: 542 us in place of 1,674 us in bf16, [4096, 3072] @ [3072, 3072], torch 2.14.0 with CUDA 13.0."""
+    speed = BOARDS["RTX 5060 Ti"]
+    bf16, mxfp8 = (gemm_seconds(speed, 4096, 3072, 3072, torch.bfloat16, kind) for kind in (None, "mxfp8"))
+    assert bf16 == pytest.approx(1674e-6, rel=0.25)
+    assert bf16 / mxfp8 == pytest.approx(1674 / 542, rel=0.15)
 
 
 def test_the_first_board_that_is_named_else_the_typical_one() -> None:

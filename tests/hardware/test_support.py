@@ -15,7 +15,12 @@ from fp8graph.recipes import resolve_recipe
     ("recipe", "target", "native"),
     [
         ("tensorwise", "sm_89", True),
-        ("rowwise", "sm_89", False),
+        ("rowwise", "sm_89", True),
+        ("rowwise", "sm_120", True),
+        ("mxfp8", "sm_120", True),
+        ("nvfp4", "sm_121", True),
+        ("mxfp8", "sm_121", True),
+        ("mxfp8", "sm_89", False),
         ("blockwise", "sm_90", True),
         ("mxfp8", "sm_90", False),
         (Float8RowwiseScaling(), "sm_90", True),
@@ -26,6 +31,24 @@ def test_supports(recipe: Any, target: str, native: bool) -> None:
     found = supports(recipe, target)
     assert bool(found) == native
     assert str(found).startswith(f"{target} multiplies") if native else "fprop is emulated: " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "evidence"),
+    [
+        ("mxfp8", "sm_120", "others' measurements and the sources of torch and cuBLAS, not by our run"),
+        ("nvfp4", "sm_121", "others' measurements and the sources of torch and cuBLAS, not by our run"),
+        ("rowwise", "sm_89", "torch's sources and its libraries, not by our run"),
+        ("rowwise", "sm_120a", "torch's sources and its libraries, not by our run"),
+        ("rowwise", "sm_90", ""),
+        ("tensorwise", "sm_120", ""),
+        ("mxfp8", "sm_89", ""),
+    ],
+)
+def test_evidence_is_named_where_we_ran_nothing(recipe: str, target: str, evidence: str) -> None:
+    support = supports(recipe, target)
+    assert support.evidence == evidence
+    assert str(support).endswith(f" natively, by {evidence}") == bool(evidence)
 
 
 def test_supports_says_which_gemms() -> None:

@@ -168,7 +168,10 @@ def test_grouped_matmuls_take_the_default_recipe() -> None:
     assert {g.reason for g in report.gemms} == {"default; emulated: cpu has no grouped FP8 GEMM"}
 
 
-@pytest.mark.parametrize(("target", "recipe"), [("sm_89", "tensorwise"), ("sm_90", "tensorwise"), ("sm_100", "mxfp8")])
+@pytest.mark.parametrize(
+    ("target", "recipe"),
+    [("sm_89", "tensorwise"), ("sm_90", "tensorwise"), ("sm_100", "mxfp8"), ("sm_120", "mxfp8"), ("sm_121", "mxfp8")],
+)
 def test_the_recipe_where_none_is_named_is_the_hardwares(target: str, recipe: str) -> None:
     model = nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16)
     rows = torch.empty(65536, 4096, device="meta", dtype=torch.bfloat16)

@@ -78,13 +78,13 @@ def test_report_says_why_a_gemm_is_emulated() -> None:
         name: fp8graph.explain(nn.Linear(64, 32), torch.randn(16, 64), policy=Policy(default=name), target=target)
         .gemms[0]
         .reason
-        for name, target in [("blockwise", "cpu"), ("mxfp8", "sm_90"), ("nvfp4", "sm_90"), ("rowwise", "sm_89")]
+        for name, target in [("blockwise", "cpu"), ("mxfp8", "sm_90"), ("nvfp4", "sm_90"), ("rowwise", "sm_80")]
     }
     assert reasons == {
         "blockwise": "default; emulated: cpu has no FP8 GEMM with one scale per tile",
         "mxfp8": "default; emulated: sm_90 has no MXFP8 GEMM",
         "nvfp4": "default; emulated: sm_90 has no NVFP4 GEMM",
-        "rowwise": "default; emulated: sm_89 has no FP8 GEMM with one scale per row",
+        "rowwise": "default; emulated: sm_80 is a GPU without any FP8 GEMM",
     }
 
 
@@ -102,7 +102,10 @@ def test_report_says_why_a_gemm_is_emulated() -> None:
         ("blockwise", "sm_100", torch.bfloat16, "sm_100 has no FP8 GEMM with one scale per tile"),
         ("mxfp8", "sm_100", torch.bfloat16, None),
         ("nvfp4", "sm_100", torch.bfloat16, None),
-        ("mxfp8", "sm_120", torch.bfloat16, "sm_120 has no MXFP8 GEMM"),
+        ("rowwise", "sm_89", torch.bfloat16, None),
+        ("rowwise", "sm_120", torch.bfloat16, None),
+        ("mxfp8", "sm_120", torch.bfloat16, None),
+        ("nvfp4", "sm_121a", torch.bfloat16, None),
         ("delayed", "sm_89", torch.float16, None),
     ],
 )

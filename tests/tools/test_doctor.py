@@ -16,11 +16,13 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     lines = {line.split("  ")[0]: line for line in out.splitlines()}
-    assert lines["recipe"].split() == ["recipe", "cpu", "sm_89", "sm_90", "sm_100", "gfx942", "gfx950"]
-    assert lines["tensorwise"].split()[1:] == ["native"] * 6
-    assert lines["mxfp8"].split()[1:] == ["emulated", "emulated", "emulated", "native", "emulated", "native"]
-    assert lines["tensorwise, experts"].split()[2:] == ["emulated", "emulated", "fprop", "native", *["emulated"] * 3]
-    assert out.splitlines()[-1].split()[2:] == [*["tensorwise"] * 3, "mxfp8", *["tensorwise"] * 2]
+    assert lines["recipe"].split() == ["recipe", "cpu", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"]
+    assert lines["tensorwise"].split()[1:] == ["native"] * 7
+    assert lines["rowwise"].split()[1:3] == ["native", "native"]
+    assert lines["mxfp8"].split()[1:] == [*["emulated"] * 3, "native", "native", "emulated", "native"]
+    assert lines["mxfp8, experts"].split()[2:] == [*["emulated"] * 3, "native", *["emulated"] * 3]
+    assert lines["tensorwise, experts"].split()[2:] == ["emulated", "emulated", "fprop", "native", *["emulated"] * 4]
+    assert out.splitlines()[-1].split()[2:] == [*["tensorwise"] * 3, "mxfp8", "mxfp8", *["tensorwise"] * 2]
 
 
 def test_trainer(capsys: pytest.CaptureFixture[str]) -> None:
