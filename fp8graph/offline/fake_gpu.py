@@ -15,8 +15,12 @@ import torch.cuda
 from fp8graph.compat import dynamo, inductor
 from fp8graph.errors import Fp8GraphError
 
-# The properties that Inductor reads from torch.cuda.get_device_properties, of H100/H200 SXM and B200.
-_MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148}
+# The properties that Inductor reads from torch.cuda.get_device_properties, of L40S, H100/H200 SXM, B200, RTX 5090.
+_MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148, 12: 170}
+# Threads per multiprocessor and bytes of shared memory per block of compute capability 8.9 and 12.x (CUDA's programming
+# guide, "Technical Specifications per Compute Capability"), and of 9.0 and 10.x.
+_SMALL: Final = {"max_threads_per_multi_processor": 1536, "shared_memory_per_block_optin": 101_376}
+_LARGE: Final = {"max_threads_per_multi_processor": 2048, "shared_memory_per_block_optin": 232_448}
 
 
 def capability(target: str) -> tuple[int, int]:
@@ -49,13 +53,12 @@ def fake_gpu(target: str) -> Generator[None]:
         multi_processor_count=_MULTIPROCESSORS.get(major, 132),
         warp_size=32,
         regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
         max_threads_per_block=1024,
         shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
         total_memory=80 << 30,
         L2_cache_size=50 << 20,
         gcnArchName="",
+        **(_SMALL if (major, minor) == (8, 9) or major == 12 else _LARGE),
     )
 
     def answer(result: Any) -> Any:

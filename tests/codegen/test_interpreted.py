@@ -49,6 +49,18 @@ def test_a_layer_of_experts_computes_its_emulation() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
+def test_block_scales_on_sm_120_compute_the_reference() -> None:
+    """MXFP8 behind what makes it, and NVFP4: transforms and random bits, which come from no instruction of sm_120."""
+    found = interpreted("cards")
+    assert len(found) == 2 * (6 + 3)
+    assert [case["outputs"] for case in found if "nvfp4" in case["case"]] == [6] * 6
+    assert [case["case"][-1] for case in found if "grad_output" in case["case"]] == [True, True]
+    assert [case["case"] for case in found if case["different"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
 def test_the_kernel_of_tiles_computes_the_reference() -> None:
     """Every function, each kind of scales, both orders of them; scales of amaxes of every exponent."""
     found = interpreted("tiles")

@@ -1,10 +1,11 @@
 """Run Inductor's GPU code on the CPU, in Triton's interpreter, and compare it with the reference numerics.
 
-    TRITON_INTERPRET=1 python -m interpreted [all | experts | tiles]      one JSON line a case
+    TRITON_INTERPRET=1 python -m interpreted [all | experts | tiles | cards]      one JSON line a case
 
 Without ``all``: behind a norm, and gradients of joined linears. ``experts``: a layer of them, forward and backward, in
 which torch's grouped GEMM is a product of the decoded numbers whose scales are where MSLK's kernel reads them.
-``tiles``: the kernel of ``numerics/tile_kernel.py``, launched by hand: no code can be generated for it in this process.
+``cards``: block scales on sm_120, random bits included. ``tiles``: the kernel of ``numerics/tile_kernel.py``, launched
+by hand: no code can be generated for it in this process.
 
 A script, because the interpreter is chosen before triton is imported. The generated module runs as it is but for names
 of devices. Replaced in the interpreter: casts between floats, which it gets wrong (fp32 -> bf16 truncates,
@@ -37,8 +38,10 @@ from torch._inductor.runtime import triton_helpers  # noqa: E402
 
 import fp8graph  # noqa: E402
 from fp8graph.compat import inductor  # noqa: E402
-from fp8graph.numerics import formats, tile_casts  # noqa: E402
+from fp8graph.ir import ops  # noqa: E402
+from fp8graph.numerics import formats, quantization, tile_casts  # noqa: E402
 from fp8graph.numerics.tile_kernel import scale_of  # noqa: E402
+from fp8graph.numerics.transforms import hadamard  # noqa: E402
 from fp8graph.recipes import FP8_MAX  # noqa: E402
 from generated import (  # noqa: E402
     generate,
@@ -173,14 +176,21 @@ def different_bytes(a: Tensor, b: Tensor) -> int:
 RAGGED, WHOLE = (40, 200), (64, 256)
 
 
-def compare(function: Any, size: tuple[int, int], case: Sequence[Any], blocks: str = "") -> None:
+def compare(
+    function: Any,
+    size: tuple[int, int],
+    case: Sequence[Any],
+    blocks: str = "",
+    target: str = "sm_90",
+    more: Sequence[Tensor] = (),
+) -> None:
     """Run the generated code of a function and the function on the same numbers; print in how many bytes they differ.
 
-    ``blocks``: those that its kernel has to have.
+    ``blocks``: those that its kernel has to have. ``more``: inputs after those of all cases.
     """
     with inductor_config.patch({"emulate_precision_casts": True}):  # round between producer and cast, as eager does
-        offline = generate(function, quantize_inputs(*size))
-    tensors = inputs(*size)
+        offline = generate(function, [*quantize_inputs(*size), *more], target)
+    tensors = [*inputs(*size), *more]
     if function is cast:
         tensors[0][0, :4], tensors[2][0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0]), 1.0
     expected = [x.clone() for x in function(*tensors)]
@@ -225,6 +235,27 @@ def main(*, every: bool) -> None:
         different = sum(different_bytes(a, b) for a, b in zip(buffers, expected, strict=True))
         case = {"case": ["weights", recipe], "outputs": len(buffers), "different": different}
         print(json.dumps(case), flush=True)
+
+
+def cards() -> None:
+    """MXFP8 and NVFP4 on sm_120: each operand behind what makes it, gradients of NVFP4 with random bits."""
+    cases = [case for case in CASES if case[1] == "mxfp8"]
+    for size, (producer, recipe, operand, layouts) in itertools.product((RAGGED, WHOLE), cases):
+        of_case = producer, recipe, operand, *layouts
+        compare(quantize_after(*of_case), size, of_case, target="sm_120")
+    seed, matrix = torch.tensor([2**40 + 7]), hadamard(torch.empty(1, dtype=torch.bfloat16), 0)
+    for size, operand in itertools.product((RAGGED, WHOLE), ("input", "weight", "grad_output")):
+        quantizer = fp8graph.NVFP4BlockScaling().quantizer(operand)
+        args, settings = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
+        given = ({"matrix": 4} if quantizer.rotation is not None else {}) | (
+            {"seed": 5} if quantizer.stochastic else {}
+        )
+
+        def quantize(*tensors: Tensor, args: Any = args, settings: Any = settings, given: Any = given) -> list[Tensor]:
+            named = {name: tensors[place] for name, place in given.items()}
+            return list(ops.quantize(tensors[0], *args, [1, 32], [16, 32], **settings, **named))
+
+        compare(quantize, size, ["nvfp4", operand, quantizer.stochastic], target="sm_120", more=[matrix, seed])
 
 
 class GroupedKernel:
@@ -401,6 +432,9 @@ if __name__ == "__main__":
     if "tiles" in sys.argv:
         prepare()
         tiles()
+    elif "cards" in sys.argv:
+        prepare()
+        cards()
     elif "experts" in sys.argv:
         prepare()
         experts([10, 0, 37, 3], "mxfp8")

@@ -97,6 +97,8 @@ _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     **{recipe: (resolve_recipe(recipe), "sm_100") for recipe in ("mxfp8", "nvfp4")},
     "tensorwise sm_100": (resolve_recipe("tensorwise"), "sm_100"),
 }
+# Blackwell's GPUs that are not for data centers.
+_CARDS: dict[str, tuple[Recipe | None, str]] = {"mxfp8 sm_120": (resolve_recipe("mxfp8"), "sm_120")}
 DEQUANTIZED = "dequantized"  # behind a layer's name: its backward reads what fprop multiplied
 # The experts of one layer of a mixture, with 8192 tokens: all but grouped GEMMs.
 EXPERTS = "experts"
@@ -111,8 +113,8 @@ _DEQUANTIZED = {
     for layer, (recipe, target) in _DEFAULT.items()
     if recipe is not None
 }
-LAYERS = _DEFAULT | _DEQUANTIZED | _EXPERTS
-COMPILED = (*MEASURED, *(f"{name} {EXPERTS} mxfp8" for name in MIXTURES))
+LAYERS = _DEFAULT | _DEQUANTIZED | _CARDS | _EXPERTS
+COMPILED = (*MEASURED, *_CARDS, *(f"{name} {EXPERTS} mxfp8" for name in MIXTURES))
 DIRECTIONS = ("forward", "backward", "weights")
 LARGEST = 10
 
