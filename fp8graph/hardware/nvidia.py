@@ -224,9 +224,9 @@ class NVIDIA(Hardware):
         if not grouped:
             name = self.name.removesuffix("a")
             if name in _SM_12X and gemm in _IN_BLOCKS:
-                return "others' measurements and the sources of torch and cuBLAS, not by our run"
+                return "others' measurement and the sources, not by our run"
             is_cutlass = gemm == "row" and name in ("sm_89", *_SM_12X)
-            return "torch's sources and its libraries, not by our run" if is_cutlass else ""
+            return "torch's sources and libraries, not by our run" if is_cutlass else ""
         # torch checks the shapes of FP4 on a GPU alone
         checks = {
             "mxfp8": "the sources of torch and MSLK, torch's checks of shapes",

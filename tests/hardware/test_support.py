@@ -36,10 +36,10 @@ def test_supports(recipe: Any, target: str, native: bool) -> None:
 @pytest.mark.parametrize(
     ("recipe", "target", "evidence"),
     [
-        ("mxfp8", "sm_120", "others' measurements and the sources of torch and cuBLAS, not by our run"),
-        ("nvfp4", "sm_121", "others' measurements and the sources of torch and cuBLAS, not by our run"),
-        ("rowwise", "sm_89", "torch's sources and its libraries, not by our run"),
-        ("rowwise", "sm_120a", "torch's sources and its libraries, not by our run"),
+        ("mxfp8", "sm_120", "others' measurement and the sources, not by our run"),
+        ("nvfp4", "sm_121", "others' measurement and the sources, not by our run"),
+        ("rowwise", "sm_89", "torch's sources and libraries, not by our run"),
+        ("rowwise", "sm_120a", "torch's sources and libraries, not by our run"),
         ("rowwise", "sm_90", ""),
         ("tensorwise", "sm_120", ""),
         ("mxfp8", "sm_89", ""),
