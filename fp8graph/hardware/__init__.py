@@ -43,7 +43,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
             raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(device.architectures)}.")
     raise ConfigError(
         f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}. "
-        "An H100 is 'sm_90', a B200 'sm_100', an MI300 'gfx942'."
+        "An H100 is 'sm_90', a B200 'sm_100', an RTX 5090 'sm_120', an MI300 'gfx942'."
     )
 
 

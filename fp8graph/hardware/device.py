@@ -39,7 +39,6 @@ class Hardware:
     architectures: ClassVar[tuple[str, ...]] = ()  # all of the vendor's that a user may name
     alignments: ClassVar[Mapping[str, tuple[int, int, int]]] = {}  # by GEMM of torch._scaled_mm: see ``alignment``
     is_gpu: ClassVar[bool] = False
-    why_not_grouped: ClassVar[Mapping[str, str]] = {}  # by GEMM: why torch has no grouped kernel, if that is known
     multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
 
     @classmethod
@@ -93,7 +92,7 @@ class Hardware:
         if self.is_gpu and not self.scalings and not grouped:
             return f"{self.name} {NO_FP8}"
         if kind.gemm not in (self.grouped if grouped else self.scalings):
-            why = f": {reason}" if grouped and (reason := self.why_not_grouped.get(kind.gemm)) else ""
+            why = f": {reason}" if grouped and (reason := self.why_not_grouped(kind.gemm)) else ""
             return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}{why}"
         rule = self.grouped_rules.get(kind.gemm) if grouped else self.rules.get(kind.gemm)
         return rule(a, b, out_dtype) if rule is not None else None
@@ -102,6 +101,10 @@ class Hardware:
     def rules(self) -> Mapping[str, Rule]:
         """Further conditions of torch's kernels on operands and result, by GEMM, beside the kind of scaling."""
         return {}
+
+    def why_not_grouped(self, gemm: str) -> str | None:
+        """The reason why torch has no grouped kernel for it, if that is known."""
+        return None
 
     def evidence_without_device(self, gemm: str, *, grouped: bool = False) -> str:
         """The evidence for a kernel of the device, where we have run it on no such device; "": none is needed."""

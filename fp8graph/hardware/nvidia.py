@@ -93,7 +93,6 @@ class NVIDIA(Hardware):
     architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
     multiplies_groups = True
-    why_not_grouped = torch_build.WHY_NOT_GROUPED
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
@@ -219,6 +218,12 @@ class NVIDIA(Hardware):
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
         return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mslk_groups, "nvfp4": self._fp4_groups}
+
+    def why_not_grouped(self, gemm: str) -> str | None:
+        """Source: ``_scaled_grouped_mm_cuda`` in GroupedBlas.cpp. cuBLAS has some for 11.0, but not for 12.x."""
+        if self.grouped or not self.scalings:
+            return torch_build.WHY_NOT_GROUPED.get(gemm)
+        return "torch's are for compute capability 9.0 and 10.x"
 
     def evidence_without_device(self, gemm: str, *, grouped: bool = False) -> str:
         if not grouped:

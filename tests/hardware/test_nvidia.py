@@ -204,6 +204,7 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
 OLD, NEW = (12, 8), (13, 0)
 ROWS_NEED = "one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later"
 ROWS_OF = "one scale per row on"
+OTHERS = "torch's are for compute capability 9.0 and 10.x"
 CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None]] = [
     ("rowwise", "sm_90", OLD, torch.bfloat16, None),
     ("rowwise", "sm_90", OLD, torch.float16, None),
@@ -323,15 +324,15 @@ def test_the_order_of_a_swizzled_block() -> None:
             *("sm_100", None, torch.bfloat16, NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)),
             "grouped NVFP4 GEMMs take one FP32 scale per group, not one per row",
         ),
-        ("sm_110", None, torch.bfloat16, "nvfp4", "sm_110 has no grouped NVFP4 GEMM"),
+        ("sm_110", None, torch.bfloat16, "nvfp4", f"sm_110 has no grouped NVFP4 GEMM: {OTHERS}"),
         (
             *("sm_100", None, torch.bfloat16, "blockwise"),
             f"sm_100 has no grouped FP8 GEMM with one scale per tile: {WHY_NOT_GROUPED['block']}",
         ),
-        ("sm_110", None, torch.bfloat16, "mxfp8", "sm_110 has no grouped MXFP8 GEMM"),
-        ("sm_120", None, torch.bfloat16, "mxfp8", "sm_120 has no grouped MXFP8 GEMM"),
-        ("sm_121", None, torch.bfloat16, "nvfp4", "sm_121 has no grouped NVFP4 GEMM"),
-        ("sm_120", None, torch.bfloat16, "rowwise", "sm_120 has no grouped FP8 GEMM with one scale per row"),
+        ("sm_110", None, torch.bfloat16, "mxfp8", f"sm_110 has no grouped MXFP8 GEMM: {OTHERS}"),
+        ("sm_120", None, torch.bfloat16, "mxfp8", f"sm_120 has no grouped MXFP8 GEMM: {OTHERS}"),
+        ("sm_121", None, torch.bfloat16, "nvfp4", f"sm_121 has no grouped NVFP4 GEMM: {OTHERS}"),
+        ("sm_120", None, torch.bfloat16, "rowwise", f"sm_120 has no grouped FP8 GEMM with one scale per row: {OTHERS}"),
         ("sm_90", None, torch.bfloat16, "mxfp8", "sm_90 has no grouped MXFP8 GEMM"),
     ],
 )
