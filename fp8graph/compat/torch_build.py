@@ -15,6 +15,11 @@ WHY_NOT_GROUPED: Final[Mapping[str, str]] = {
     "block": "torch 2.11 to 2.15 has none (pytorch#177038 is one for CUDA 13.4)",
 }
 
+# Whether torch's CUTLASS kernels for one scale per row write results in fp16 and FP32. Before pytorch#187569 a result
+# without a bias was bf16 whatever its tensor is, so that fp16 was silently wrong: the library of torch 2.11 has kernels
+# without a bias for bf16 alone, that of 2.15 for all three. 2.13 and 2.14 count as 2.11: they were not looked at.
+ROWS_IN_ALL_DTYPES: Final = torch.__version__ >= "2.15"
+
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.
 PACKAGES_FP8_ON_CPU: Final = torch.__version__ >= "2.13"
 

@@ -160,8 +160,8 @@ class NVIDIA(Hardware):
         """With one scale per row, cuBLASLt has a GEMM on sm_90 from CUDA 12.9 on.
 
         Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
-        Otherwise a CUTLASS kernel runs, which produces bf16 and fp16 (pytorch#166744) but, in torch 2.11, not FP32
-        (pytorch#162022), and whose second operand is E4M3 (``check_inputs`` in RowwiseScaledMM.cuh). Its
+        Otherwise a CUTLASS kernel runs (RowwiseScaledMM.cu), whose second operand is E4M3 (``check_inputs``), and whose
+        results are bf16 alone before torch 2.15 (``torch_build.ROWS_IN_ALL_DTYPES``). Its
         ``dispatch_fp8_rowwise_kernel_on_sm`` has a kernel for sm_89, 9.x, 10.x, 11.x and 12.x. The libraries of torch
         2.11 (CUDA 13.0) and 2.15 (13.2) contain those for sm_89, sm_120 and sm_121, and go to them before compute
         capability 9 and from 10 on; with ``major == 10`` in its place, 12.x went to cuBLASLt, which has none
@@ -171,11 +171,12 @@ class NVIDIA(Hardware):
             return f"one scale per row on {self.name} needs CUDA {_dotted(needed)} or later, but {self._has}"
         if not self._is_old and self.name.removesuffix("a") == "sm_90":
             return None
-        where = f"only on sm_90 with CUDA 12.9 or later, but {self._shortfall}"
-        if out_dtype == torch.float32:
-            return f"one scale per row produces float32 results {where}"
+        where = "only on sm_90 with CUDA 12.9 or later"
+        if out_dtype != torch.bfloat16 and not torch_build.ROWS_IN_ALL_DTYPES:
+            result = str(out_dtype).removeprefix("torch.")
+            return f"one scale per row produces {result} results {where}, or with torch 2.15, but {self._shortfall}"
         if b.dtype == torch.float8_e5m2:
-            return f"one scale per row goes with E5M2 as the second operand {where}"
+            return f"one scale per row goes with E5M2 as the second operand {where}, but {self._shortfall}"
         return None
 
     def _tiles(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:

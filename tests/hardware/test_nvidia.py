@@ -202,24 +202,26 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
 # else to cuBLASLt, for any type. CUDABlas.cpp, ``get_scale_mode``: tiles "only supported for CUDA 12.9 and above".
 # RowwiseScaledMM.cu has kernels for fp16 (pytorch#166744), bias included.
 OLD, NEW = (12, 8), (13, 0)
-ROWS_NEED = "one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later"
+ROWS_NEED = "one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later, or with torch 2.15"
+FP16_ROWS_NEED = ROWS_NEED.replace("32", "16")
 ROWS_OF = "one scale per row on"
 OTHERS = "torch's are for compute capability 9.0 and 10.x"
 CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None]] = [
     ("rowwise", "sm_90", OLD, torch.bfloat16, None),
-    ("rowwise", "sm_90", OLD, torch.float16, None),
+    ("rowwise", "sm_90", OLD, torch.float16, f"{FP16_ROWS_NEED}, but torch has 12.8"),
     ("rowwise", "sm_90", OLD, torch.float32, f"{ROWS_NEED}, but torch has 12.8"),
     ("rowwise", "sm_90", NEW, torch.float16, None),
     ("rowwise", "sm_90", NEW, torch.float32, None),
     ("rowwise", "sm_90", (12, 9), torch.float32, None),
     ("rowwise", "sm_90", None, torch.float32, None),
-    ("rowwise", "sm_100", NEW, torch.float16, None),
+    ("rowwise", "sm_100", NEW, torch.float16, f"{FP16_ROWS_NEED}, but this is sm_100"),
     ("rowwise", "sm_100", NEW, torch.float32, f"{ROWS_NEED}, but this is sm_100"),
     ("rowwise", "sm_89", (12, 6), torch.bfloat16, None),
     ("rowwise", "sm_89", NEW, torch.float32, f"{ROWS_NEED}, but this is sm_89"),
     ("rowwise", "sm_120", OLD, torch.bfloat16, None),
     ("rowwise", "sm_120", (12, 6), torch.bfloat16, f"{ROWS_OF} sm_120 needs CUDA 12.8 or later, but torch has 12.6"),
-    ("rowwise", "sm_121", (13, 0), torch.float16, None),
+    ("rowwise", "sm_121", (13, 0), torch.bfloat16, None),
+    ("rowwise", "sm_121", (13, 0), torch.float16, f"{FP16_ROWS_NEED}, but this is sm_121"),
     ("rowwise", "sm_121a", (12, 9), torch.bfloat16, f"{ROWS_OF} sm_121a needs CUDA 13.0 or later, but torch has 12.9"),
     ("rowwise", "sm_120a", None, torch.float32, f"{ROWS_NEED}, but this is sm_120a"),
     ("mxfp8", "sm_120", OLD, torch.bfloat16, None),
@@ -235,12 +237,31 @@ CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None
 
 @pytest.mark.parametrize(("recipe", "target", "cuda", "dtype", "reason"), CONDITIONS)
 def test_obstacle_on_nvidia(
-    recipe: str, target: str, cuda: tuple[int, ...] | None, dtype: torch.dtype, reason: str | None
+    recipe: str,
+    target: str,
+    cuda: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("fp8graph.hardware.nvidia.torch_build.ROWS_IN_ALL_DTYPES", False)
     device = dataclasses.replace(hardware.from_target(target), cuda=cuda)
     found = resolve_recipe(recipe)
     assert found is not None
     assert device.obstacle(found.quantizer("input"), found.quantizer("weight"), dtype) == reason
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_cutlass_multiplies_rows_into_all_types_from_torch_2_15_on(
+    target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, without a bias, it wrote bf16 into a tensor of fp16 (pytorch#187569)."""
+    device = dataclasses.replace(hardware.from_target(target), cuda=OLD)
+    rows = Quantizer(dtype=torch.float8_e4m3fn, scaling="row")
+    for is_new in (True, False):
+        monkeypatch.setattr("fp8graph.hardware.nvidia.torch_build.ROWS_IN_ALL_DTYPES", is_new)
+        assert (device.obstacle(rows, rows, dtype) is None) == (is_new or dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8BlockScaling, Format, NVFP4BlockScaling, Policy, Rule, numerics
+from fp8graph.compat.torch_build import ROWS_IN_ALL_DTYPES
 from fp8graph.numerics import history
 from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, RECIPE_NAMES, GemmName, OperandName, resolve_recipe
 from helpers import (
@@ -88,14 +89,17 @@ def test_report_says_why_a_gemm_is_emulated() -> None:
     }
 
 
+ROWS_IN_BF16 = None if ROWS_IN_ALL_DTYPES else "results only on sm_90 with CUDA 12.9 or later, or with torch 2.15"
+
+
 @first_fast(
     ("recipe", "target", "dtype", "reason"),
     [
         ("rowwise", "sm_90", torch.bfloat16, None),
         ("rowwise", "sm_90", torch.float16, None),
         ("rowwise", "sm_90a", torch.float32, None),
-        ("rowwise", "sm_100", torch.float16, None),
-        ("rowwise", "sm_100", torch.float32, "one scale per row produces float32 results only on sm_90 with CUDA 12.9"),
+        ("rowwise", "sm_100", torch.bfloat16, None),
+        *(("rowwise", "sm_100", dtype, ROWS_IN_BF16) for dtype in (torch.float16, torch.float32)),
         ("blockwise", "sm_90", torch.bfloat16, None),
         (Float8BlockScaling(x_block=(2, 64)), "sm_90", torch.bfloat16, "no GEMM for tiles of 2x64 and 128x128"),
         (Float8BlockScaling(x_block=(128, 128)), "sm_90", torch.bfloat16, "no GEMM for tiles of 128x128 and 128x128"),
