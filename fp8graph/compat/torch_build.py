@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Final
 
@@ -19,6 +20,8 @@ WHY_NOT_GROUPED: Final[Mapping[str, str]] = {
 # without a bias was bf16 whatever its tensor is, so that fp16 was silently wrong: the library of torch 2.11 has kernels
 # without a bias for bf16 alone, that of 2.15 for all three. 2.13 and 2.14 count as 2.11: they were not looked at.
 ROWS_IN_ALL_DTYPES: Final = torch.__version__ >= "2.15"
+# Whether they are built (``BUILD_ROWWISE_FP8_KERNEL`` in RowwiseScaledMM.cu).
+HAS_ROWS: Final = sys.platform != "win32"
 
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.
 PACKAGES_FP8_ON_CPU: Final = torch.__version__ >= "2.13"

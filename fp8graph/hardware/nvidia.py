@@ -35,7 +35,8 @@ _SM_12X: Final = {"sm_120": (12, 8), "sm_121": (13, 0)}
 # FP32, which GeForce does at half its FP16 rate), FP8, FP4 (that of FP8 if there is none) and FP32; TB/s; TFLOPS in
 # MXFP8 where these are not those of FP8: GeForce halves plain FP8, too, but not block-scaled products. An RTX 5060 Ti
 # issued 51 TFLOPS in bf16, 102 in FP8 and 202 in MXFP8, an RTX 5090 253, 506 and 993 (flashinfer#3628, #4149; measured
-# there). MXFP8 is half of FP4. Of GB10 NVIDIA gives FP4 alone: halved as cards that halve nothing.
+# there). From the RTX 5090 on: NVIDIA's "AI TOPS" are sparse FP4, twice the dense ones; MXFP8 is half of those, bf16 of
+# FP8. That GB10 halves nothing is assumed, as for cards that are not GeForce.
 BOARDS: Final[Mapping[str, Speed]] = {
     name: of_data_sheet(name, *numbers)
     for name, *numbers in (
@@ -172,6 +173,8 @@ class NVIDIA(Hardware):
         if not self._is_old and self.name.removesuffix("a") == "sm_90":
             return None
         where = "only on sm_90 with CUDA 12.9 or later"
+        if not torch_build.HAS_ROWS:
+            return f"torch for Windows multiplies rows {where}, but {self._shortfall}"
         if out_dtype != torch.bfloat16 and not torch_build.ROWS_IN_ALL_DTYPES:
             result = str(out_dtype).removeprefix("torch.")
             return f"one scale per row produces {result} results {where}, or with torch 2.15, but {self._shortfall}"

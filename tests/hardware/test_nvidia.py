@@ -251,6 +251,17 @@ def test_obstacle_on_nvidia(
     assert device.obstacle(found.quantizer("input"), found.quantizer("weight"), dtype) == reason
 
 
+@pytest.mark.parametrize(("target", "takes"), [("sm_89", False), ("sm_90", True), ("sm_120", False)])
+def test_torch_for_windows_has_no_cutlass_kernel_for_rows(
+    target: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8graph.hardware.nvidia.torch_build.HAS_ROWS", False)
+    device = dataclasses.replace(hardware.from_target(target), cuda=NEW)
+    rows = Quantizer(dtype=torch.float8_e4m3fn, scaling="row")
+    reason = f"torch for Windows multiplies rows only on sm_90 with CUDA 12.9 or later, but this is {target}"
+    assert device.obstacle(rows, rows, torch.bfloat16) == (None if takes else reason)
+
+
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cutlass_multiplies_rows_into_all_types_from_torch_2_15_on(

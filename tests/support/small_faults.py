@@ -523,6 +523,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/hardware/test_nvidia.py",),
     ),
     Fault(
+        "torch for Windows has kernels for rows",
+        f"{_HARDWARE}/nvidia.py",
+        "if not torch_build.HAS_ROWS:",
+        "if False:",
+        ("tests/hardware/test_nvidia.py",),
+    ),
+    Fault(
         "block scales go with any CUDA",
         f"{_HARDWARE}/nvidia.py",
         "if self.cuda is None or self.cuda >= (12, 8):",
