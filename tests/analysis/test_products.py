@@ -149,20 +149,11 @@ def test_a_buffer_for_the_result_is_no_operand() -> None:
     assert [product.op for product in products(copy, X, W, stored=1)] == ["aten.mm"]
 
 
-def four_bits(x: Tensor, w: Tensor, shape: list[int]) -> Tensor:
-    return x.new_empty(*x.shape[:-1], shape[0])
-
-
 def test_bitsandbytes_ops_are_counted() -> None:
-    """With the schema of its ``_ops.py``, which need not be installed."""
-    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        pytest.skip("it is installed, and has defined the op")
-    with torch.library._scoped_library("bitsandbytes", "DEF") as library:
-        library.define("gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize) -> Tensor")
-        library.impl("gemm_4bit", lambda x, w, shape, *_: four_bits(x, w, shape), "CompositeExplicitAutograd")
-        codes, absmax = torch.empty(48 * 32, 1, dtype=torch.uint8), torch.empty(48)
-        op = torch.ops.bitsandbytes.gemm_4bit
-        (product,) = products(lambda x, w, s: op(x, w, [48, 64], s, 64), X, codes, absmax, stored=2)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
+    codes, absmax = torch.zeros(48 * 32, 1, dtype=torch.uint8), torch.ones(48)
+    op = torch.ops.bitsandbytes.gemm_4bit
+    (product,) = products(lambda x, w, s: op(x, w, [48, 64], s, 64, "nf4"), X, codes, absmax, stored=2)
     assert facts(product) == ("bitsandbytes.gemm_4bit", "matmul of 4-bit weights", 2 * 32 * 64 * 48)
     assert product.low == torch.uint8
 
