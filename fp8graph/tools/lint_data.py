@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fp8graph import hardware
 from fp8graph.analysis.scales.shadow import Lost, ShadowRun, Unexplained, run_plainly
 from fp8graph.analysis.scales.states import Source
 from fp8graph.backend.entry import uncompiled_copy
@@ -98,9 +99,14 @@ def faults_on(model: nn.Module, calls: Sequence[Call], training: bool, read: Rea
 
         return watch
 
-    devices = {x.device.index for x in (*model.parameters(), *model.buffers()) if x.device.type == "cuda"}
+    kind = hardware.current_device().type
+    devices = () if kind == "cpu" else range(torch.accelerator.device_count())
     faults: dict[tuple[str, fx.Node], DataFault] = {}
-    with torch.random.fork_rng(sorted(devices)), torch.set_grad_enabled(training), dynamo.as_if_called_first():
+    with (
+        torch.random.fork_rng(devices, device_type=kind),
+        torch.set_grad_enabled(training),
+        dynamo.as_if_called_first(),
+    ):
         compiled = torch.compile(copied, backend=aot.watching(start, run_plainly), dynamic=False)
         with aot.backward_at_once():
             for i, (args, kwargs) in enumerate(calls):

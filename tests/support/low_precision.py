@@ -299,6 +299,22 @@ class Stored(nn.Module):
         return product(xq, self.weight.t(), inv, self.weight_scale.t() if self.kind == "row" else self.weight_scale)
 
 
+class OneScale(Stored):
+    """The scales of input and weight are one number of the checkpoint, which is applied in the product."""
+
+    alpha: Tensor
+
+    def __init__(self) -> None:
+        super().__init__("tensor", static=True)
+        assert self.input_scale is not None
+        self.register_buffer("alpha", self.input_scale * self.weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.input_scale is not None
+        xq = (x / self.input_scale).clamp(-448, 448).to(E4M3)
+        return product(xq, self.weight.t(), self.alpha, torch.ones(()))
+
+
 class Attention(nn.Module):
     """Scores of FP8 queries and keys, one scale for each head."""
 
@@ -359,6 +375,7 @@ PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool
     "delayed": _with(Delayed(), training=False),
     "stored": _with(Stored("tensor"), training=False),
     "stored static": _with(Stored("tensor", static=True), training=False),
+    "stored, one scale": _with(OneScale(), training=False),
     "stored rows": _with(Stored("row"), training=False),
     "stored blocks": _with(Stored("block"), training=False),
     "two stored": _with(

@@ -23,6 +23,7 @@ from low_precision import (
     PROGRAMS,
     Delayed,
     Linear,
+    OneScale,
     Stored,
     cast,
     decoded,
@@ -83,22 +84,6 @@ def test_equal_numbers_that_are_rounded_alike_are_explained(function: Any) -> No
     x[:, 0] = 1
     model.weight.data.copy_(x[:1])
     assert of(fp8graph.lint(model, data=[x], training=False)) == []
-
-
-class OneScale(Stored):
-    """The scales of input and weight are one number of the checkpoint, which is applied after the product."""
-
-    alpha: Tensor
-
-    def __init__(self) -> None:
-        super().__init__("tensor", static=True)
-        assert self.input_scale is not None
-        self.register_buffer("alpha", self.input_scale * self.weight_scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.input_scale is not None
-        xq = (x / self.input_scale).clamp(-448, 448).to(E4M3)
-        return product(xq, self.weight.t(), self.alpha, torch.ones(()))
 
 
 def test_a_product_of_stored_scales_is_not_judged() -> None:

@@ -68,6 +68,7 @@ from fp8graph.analysis.scales.ops import (
     hints,
 )
 from fp8graph.analysis.scales.states import (
+    E8M0,
     FP8,
     NOTHING,
     STEPS,
@@ -88,7 +89,7 @@ from fp8graph.ir.nodes import is_backward
 
 _SAMPLE: Final = 1 << 20  # numbers of a stored weight that are read
 _FILLED: Final = 200.0  # the largest code of bytes that had a scale reaches more, whatever rounded that
-_BLOCKS: Final = {getattr(torch, "float8_e8m0fnu", None): 32}  # elements of one scale in tiles, by its dtype
+_BLOCKS: Final[dict[Any, int]] = {E8M0: 32}  # elements of one scale in tiles, by its dtype
 _OF_TORCH: Final = ("aten", "prims", "_c10d_functional", "c10d_functional", "fp8graph", "_operator", "inductor")
 
 
@@ -122,6 +123,8 @@ class _Flow:
         self.cast_by: set[Root] = set()  # the scales of casts
         self.measures: set[fx.Node] = set()  # means and the like, from which a scale is computed
         self.scale_inputs = self._scale_inputs()
+        # modules with one number for the scales of both operands, of which nothing says what it is made of
+        self.combined = {source.module for source in sources.values() if source.leaf == "alpha"}
         self.reported: set[tuple[str, fx.Node]] = set()
 
     def run(self) -> None:
@@ -902,7 +905,8 @@ class _Flow:
 
     def _must_be_zero(self, node: fx.Node, state: State) -> None:
         """Report the exponents that are left of a tensor that was cast to FP8."""
-        if not state.casts:
+        stored = [each.stored for each in state.casts if each.stored is not None]
+        if not state.casts or any(source.module in self.combined for source in stored):
             return
         where = state.product or state.casts[-1].node
         left = {

@@ -22,7 +22,7 @@ from fp8graph.analysis.scales.ops import (
     SCALED,
     aten,
 )
-from fp8graph.analysis.scales.states import FP8
+from fp8graph.analysis.scales.states import E8M0, FP8
 from fp8graph.compat.ops import named_arguments
 from fp8graph.compat.products import Operation, operation_of
 
@@ -124,8 +124,9 @@ def lies_in_tiles(scale: fx.Node) -> bool:
     """Whether a scaled product reads the numbers of an input as E8M0, which lie in tiles of 128x4."""
     waiting = [scale]
     while waiting:
-        for user in waiting.pop().users:
-            if user.target in SCALED:
+        node = waiting.pop()
+        for user in node.users:
+            if user.target in SCALED and dtype_of(node) is E8M0:
                 return True
             if user.target in MOVES or user.target is aten.view.dtype:
                 waiting.append(user)

@@ -14,6 +14,7 @@ FP8: Final = frozenset(
     for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
     if (dtype := getattr(torch, name, None)) is not None
 )
+E8M0: Final = torch.float8_e8m0fnu
 STEPS: Final = (3.0, 5.0, 7.0)  # the exponents of a scale's elements: their multiples by 1, 2 and -1 differ
 
 
@@ -43,7 +44,7 @@ class Source:
     def numbers(self) -> Tensor | None:
         """The numbers of a scale, decoded if they are bytes of E8M0."""
         bits = self.tensor is not None and self.tensor.dtype == torch.uint8
-        return self.tensor.view(torch.float8_e8m0fnu).float() if self.tensor is not None and bits else self.tensor
+        return self.tensor.view(E8M0).float() if self.tensor is not None and bits else self.tensor
 
     def holds_exponents(self, dtype: torch.dtype | None) -> bool:
         """Whether it is a scale as the bytes of E8M0."""
