@@ -19,6 +19,7 @@ from torch import fx
 from fp8graph.analysis.products import (
     CUSTOM,
     Product,
+    Whole,
     may_be_product,
     products_of,
     record_of,
@@ -30,7 +31,6 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import graph_inputs, parameters_of
 from fp8graph.ir.nodes import SITES, backward_nodes, nodes
 from fp8graph.ir.text import short
-from fp8graph.passes.split_decoding import Whole
 from fp8graph.records import AttentionRecord, ProductRecord
 
 _MODULES: Final = ("_modules[", "_parameters[", "_buffers[")  # in the name of an input that a module holds

@@ -26,12 +26,13 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fp8graph.analysis.products import Whole
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.nodes import BACKWARD, aten, known_contiguous, size_hint, value, value_key
-from fp8graph.ir.sites import Decision, Site
+from fp8graph.ir.sites import Decision
 from fp8graph.libraries.products import decodes
 from fp8graph.recipes.rules import SOURCE
 from fp8graph.records import GemmRecord
@@ -50,15 +51,6 @@ class Split:
     result: fx.Node
     target: Any
     args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Whole:
-    """An op that decodes and multiplies, and stays as it is: the reason, and the site of the matmul that it was."""
-
-    node: fx.Node
-    reason: str
-    site: Site
 
 
 def multiplies_codes(graph: fx.Graph, compilation: Compilation) -> bool:

@@ -63,6 +63,15 @@ class Product:
         return was_product(self.node)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Whole:
+    """An op that decodes and multiplies, and stays as it is: the reason, and the site of the matmul that it was."""
+
+    node: fx.Node
+    reason: str
+    site: Site
+
+
 def is_low(dtype: torch.dtype) -> bool:
     """Whether numbers of ``dtype`` have eight bits or fewer: FP8, FP4, int8, or packed into bytes."""
     return dtype in _LOW or (dtype.is_floating_point and dtype.itemsize == 1)

@@ -188,7 +188,7 @@ def test_accelerate_takes_the_command_of_the_page() -> None:
     (command,) = re.findall(r"`accelerate launch ([^`]*)`", SECTION)
     parsed = launch_command_parser().parse_args(command.split())
     assert (parsed.mixed_precision, parsed.module) == ("fp8", True)
-    assert (parsed.training_script, parsed.training_script_args) == ("fp8graph.integrations.accelerate", ["train.py"])
+    assert (parsed.training_script, parsed.training_script_args) == ("fp8graph.integrations.accelerate", ["<script>"])
 
 
 class Lines(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -39,6 +39,7 @@ FEATURES = (
     "route_in_fp8.py",
     "save_for_backward.py",
     "smooth.py",
+    "split_decoding.py",
     "unpack.py",
     "use_small_tiles.py",
 )
