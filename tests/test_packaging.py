@@ -131,6 +131,16 @@ def test_the_page_of_a_package_index() -> None:
     assert long_description("[a](https://b.org) [c](#d)\n", "x") == "[a](https://b.org) [c](#d)\n"
 
 
+def test_a_tag_that_is_not_the_version_publishes_nothing() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    (check,) = re.findall(r"name: The tag is the version\n +run: (.*)\n", workflow)
+    version = fp8graph.__version__
+    for tag, code in ((f"v{version}", 0), (f"v{version}1", 1), (version, 1)):
+        done = subprocess.run(["bash", "-c", check], env={**os.environ, "GITHUB_REF_NAME": tag}, cwd=ROOT, check=False)
+        assert done.returncode == code
+    assert f"fp8graph-{version}-py3-none-any.whl" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_each_extra_is_used_before_a_release() -> None:
     assert set(release_check.USES) == {"", *release_check.user_extras()}
 

@@ -82,12 +82,13 @@ def here() -> tuple[str, str, str | None]:
 
 
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
-    """Whether tests ran on these versions together; if not, on which they did."""
-    these = (torch_version, python, transformers)
-    matches = [run for run in RUNS if all(map(_same, these, (run.torch, run.python, run.transformers)))]
+    """Whether tests ran on these versions together, or with another Python; if not, on which they did."""
+    both = [run for run in RUNS if _same(torch_version, run.torch) and _same(transformers, run.transformers)]
+    matches = [run for run in both if _same(python, run.python)] or both
     if matches:
         which = "all fast tests" if any(run.all_fast_tests for run in matches) else "a sample of the tests"
-        return f"{which} ran on them"
+        pythons = " and ".join(dict.fromkeys(run.python for run in matches if not _same(python, run.python)))
+        return f"{which} ran on them" + (f", with Python {pythons}" if pythons else "")
     low, high = SUPPORTED_TORCH
     allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
     runs = "; ".join(f"{run}{'' if run.all_fast_tests else ' (a sample)'}" for run in RUNS)

@@ -50,7 +50,7 @@ def test_installed_hosts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (("2.13.1", "3.11.0", None), "all fast tests ran on them"),
         (("2.12.0", "3.12.1", None), "a sample of the tests ran on them"),
         (("2.12.0", "3.11.7", "5.23.0"), "no tests ran on them. They ran on "),
-        (("2.13.0", "3.12.1", "5.23.0"), "no tests ran on them. They ran on "),
+        (("2.13.0", "3.12.1", "5.23.0"), "all fast tests ran on them, with Python 3.11"),
         (("2.13.0", "3.11.7", "5.24.0"), "no tests ran on them. They ran on "),
         (
             ("2.16.0a0+git", "3.11.7", None),
@@ -75,7 +75,7 @@ def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: 
         assert main(["doctor"]) == 0
         assert "these versions" in (out := capsys.readouterr().out)
         assert ("all fast tests ran on them" if run.all_fast_tests else "a sample of the tests ran on them") in out
-    monkeypatch.setattr(doctor, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
+    monkeypatch.setattr(doctor, "here", lambda: ("2.12.0+cu130", "3.13.1", None))
     assert main(["doctor"]) == 0
     assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
 
