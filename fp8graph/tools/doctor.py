@@ -52,6 +52,7 @@ HOSTS: Final = {
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
     "lightning": "2.6.6",
+    "llamafactory": "0.9.5",
     "nemo-automodel": "0.7.0",
     "ray": "2.60.0",
     "torchtitan": "0.3.0",
