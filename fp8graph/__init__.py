@@ -29,7 +29,26 @@ def __getattr__(name: str) -> typing.Any:
     try:
         return globals()[name]
     except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        ours = f". Its counterpart: {_PEERS[name]}" if name in _PEERS else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{ours}") from None
+
+
+def __dir__() -> list[str]:
+    _load()
+    return sorted(globals())
+
+
+# what people who come from Transformer Engine and torchao type
+_PEERS: typing.Final = {
+    "fp8_autocast": "fp8graph.autocast",
+    "fp8_model_init": "fp8graph.quantize_weights",
+    "Linear": "torch.nn.Linear, and fp8graph.compile(model)",
+    "LayerNormLinear": "torch.nn modules, and fp8graph.compile(model)",
+    "Float8Linear": "torch.nn.Linear, and fp8graph.compile(model)",
+    "convert_to_float8_training": "fp8graph.compile(model)",
+    "Float8LinearConfig": "fp8graph.Policy",
+    "quantize_": "fp8graph.quantize_weights",
+}
 
 
 def _load() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,27 @@ def test_the_names() -> None:
     assert sorted(planning.__all__) == sorted(documented("fp8graph.planning"))
     for module in (fp8graph, planning, fp8graph.numerics):
         assert [name for name in module.__all__ if not (getattr(module, name).__doc__ or "").strip()] == []
+
+
+@pytest.mark.parametrize("name", fp8graph._PEERS)
+def test_a_peers_name_answers_with_ours(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. Its counterpart: ") as raised:
+        getattr(fp8graph, name)
+    assert not hasattr(fp8graph, name)
+    (ours,) = re.findall(r"fp8graph\.(\w+)", str(raised.value).partition("counterpart")[2])
+    assert ours in fp8graph.__all__
+
+
+@pytest.mark.slow
+def test_names_are_listed_before_torch_is_imported() -> None:
+    code = "import sys, fp8graph; assert 'torch' not in sys.modules; print('explain' in dir(fp8graph))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+def test_a_backend_reads_in_a_line() -> None:
+    backend = Backend({"default": "rowwise", "rules": [{"pattern": "a", "recipe": None}]}, compiler="eager")
+    assert repr(backend) == "<fp8graph.Backend, default 'rowwise', 1 rule, 0 graphs>"
 
 
 def test_errors_have_parents() -> None:

@@ -119,6 +119,13 @@ class Backend(BackendMethods):
         for name, values in given.items():
             calls[name](**values)
 
+    def __repr__(self) -> str:
+        policy = self.policy
+        default = getattr(policy.default, "value", policy.default)
+        counts = ((len(policy.rules), "rule"), (len(self.report.graphs), "graph"))
+        rules, graphs = (f"{count} {thing}{'s' * (count != 1)}" for count, thing in counts)
+        return f"<fp8graph.Backend, default {default!r:.60}, {rules}, {graphs}>"
+
     @property
     def policy(self) -> Policy:
         """The policy in force now."""

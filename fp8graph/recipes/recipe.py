@@ -392,6 +392,18 @@ _TYPES: Final[dict[str, type[Recipe]]] = {type(recipe).__name__: type(recipe) fo
 RecipeLike = Recipe | str | dict[str, Any] | None
 
 
+_NO_FP8: Final = f" For no FP8: {HIGH_PRECISION!r}, or None."
+_OTHER_WORDS: Final = {  # that other libraries use, or that name no way of scaling
+    **dict.fromkeys(("fp8", "float8", "auto", "default", "e4m3"), " Leave the recipe out: the device decides."),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "fp32", "none", "off", "no"), _NO_FP8),
+    **dict.fromkeys(("current", "dynamic", "per_tensor", "per-tensor", "tensor"), " Did you mean 'tensorwise'?"),
+    **dict.fromkeys(("per_row", "per-row", "per_token", "per_channel", "axiswise"), " Did you mean 'rowwise'?"),
+    **dict.fromkeys(("block", "per_block", "per-block", "deepseek"), " Did you mean 'blockwise'?"),
+    "hybrid": " 'tensorwise' and 'delayed' have gradients in E5M2, as HYBRID does.",
+    "fp4": " Did you mean 'nvfp4'?",
+}
+
+
 def register_recipe(name: str, recipe: Recipe) -> None:
     """Give ``recipe`` a name that policies, policy files and ``autocast`` in compiled code can use.
 
@@ -438,7 +450,7 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
         raise UnsupportedRecipeError(f"{value!r} is not a recipe. Give a recipe object, one of {names}, or None.{hint}")
     if value in _NAMES:
         return _NAMES[value]
-    meant = did_you_mean(value.lower(), [*_NAMES, HIGH_PRECISION])
+    meant = _OTHER_WORDS.get(value.lower()) or did_you_mean(value.lower(), [*_NAMES, HIGH_PRECISION])
     raise UnsupportedRecipeError(f"unknown recipe {value!r}.{meant} Available: {names}.")
 
 

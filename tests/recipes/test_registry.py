@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 import fp8graph
 from fp8graph import (
     Float8CurrentScaling,
+    Format,
     recipes,
 )
-from fp8graph.recipes import Recipe, resolve_recipe
+from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.recipes import recipe as named
 
 
@@ -21,6 +23,9 @@ from fp8graph.recipes import recipe as named
         ("nosuch", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
         ("Tensorwise", "unknown recipe 'Tensorwise'. Did you mean 'tensorwise'\\? Available"),
         ("", "unknown recipe ''"),
+        ("bf16", "unknown recipe 'bf16'. For no FP8: 'high_precision', or None. Available"),
+        ("FP8", "unknown recipe 'FP8'. Leave the recipe out: the device decides. Available"),
+        ("current", "unknown recipe 'current'. Did you mean 'tensorwise'\\? Available"),
         (7, "7 is not a recipe. Give a recipe object, one of 'tensorwise'"),
         (Float8CurrentScaling, r"is not a recipe. Give a recipe object.* Did you mean Float8CurrentScaling\(\)\?"),
         ([], r"\[\] is not a recipe"),
@@ -86,3 +91,10 @@ def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
 def test_the_name_of_a_recipe() -> None:
     assert named.name_of(fp8graph.Float8CurrentScaling()) == "tensorwise"
     assert named.name_of(fp8graph.Float8CurrentScaling(amax_epsilon=0.3)) is None
+
+
+def test_other_words_lead_to_recipes_that_exist() -> None:
+    meant = [name for text in named._OTHER_WORDS.values() for name in re.findall("'(\\w+)'", text)]
+    assert {*meant} <= {*RECIPE_NAMES, "high_precision"}
+    for name in ("tensorwise", "delayed"):
+        assert getattr(resolve_recipe(name), "fp8_format", None) is Format.HYBRID
