@@ -42,7 +42,10 @@ class Host:
 HOSTS: Final[dict[str, Host]] = {
     "deepspeed": Host(version="0.19.8", tests=("tests/integrations/test_deepspeed.py",)),
     "llamafactory": Host(
-        version="0.9.5", tests=("tests/integrations/test_llamafactory.py",), needs=("accelerate",), alone=True
+        version="0.9.5",
+        tests=("tests/integrations/test_llamafactory.py",),
+        needs=("accelerate", "peft"),
+        alone=True,
     ),
     "nemo-automodel": Host(version="0.7.0", tests=("tests/integrations/test_automodel.py",), alone=True),
     "ray": Host(version="2.60.0", tests=("tests/integrations/test_ray.py",), needs=("ray[train]",)),
