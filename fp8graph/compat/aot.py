@@ -234,8 +234,9 @@ def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
     return backend
 
 
-def updated_inputs(graph: fx.Graph) -> set[int]:
-    """The positions of the inputs that a graph of AOTAutograd writes."""
+def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """What a graph of AOTAutograd writes into its inputs, by their positions."""
     (output,) = graph.find_nodes(op="output")
-    mutated = (getattr(each, "mutated_input", None) for each in output.meta.get("desc") or ())
-    return {each.idx for each in mutated if isinstance(each, PlainAOTInput)}
+    described = zip(output.meta.get("desc") or (), cast("Sequence[Any]", output.args[0]), strict=True)
+    written = ((getattr(each, "mutated_input", None), x) for each, x in described)
+    return {each.idx: x for each, x in written if isinstance(each, PlainAOTInput)}

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch._dynamo
 from torch import fx
 from torch._dynamo import compiled_autograd, device_interface
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, skip_code
 from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
@@ -109,6 +111,27 @@ def as_if_called_first() -> contextlib.AbstractContextManager[None]:
     config = cast(Any, torch._dynamo).config
     changes = {"automatic_dynamic_shapes": False, "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
     return cast("contextlib.AbstractContextManager[None]", config.patch(changes))
+
+
+@contextlib.contextmanager
+def forgetting_compiled_code() -> Generator[None]:
+    """Let torch forget at the end what it compiled meanwhile, which counts for the recompile limit of later calls.
+
+    Code that the program itself has compiled before keeps all that was compiled of it.
+    """
+    codes: dict[types.CodeType, bool] = {}
+
+    def note(code: types.CodeType, new_code: types.CodeType) -> None:
+        codes.setdefault(code, bool(_debug_get_cache_entry_list(code)))
+
+    handle = register_bytecode_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for code, before in codes.items():
+            if not before:
+                reset_code(code)
 
 
 def failed_frames(frame_ids: set[str], since: int) -> list[str]:

@@ -187,12 +187,14 @@ def _arguments_of(op: Any) -> list[tuple[str, Any]]:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op's node by name, its defaults included."""
-    given = dict(node.kwargs)
-    args = node.args
+    """The arguments of an op's node by name, in the order of its schema, its defaults included."""
+    named: dict[str, Any] = {}
+    args, kwargs = node.args, node.kwargs
     for position, (name, default) in enumerate(_arguments_of(node.target)):
         if position < len(args):
-            given[name] = args[position]
-        elif name not in given:
-            given[name] = list(cast("list[Any]", default)) if isinstance(default, list) else default
-    return given
+            named[name] = args[position]
+        elif name in kwargs:
+            named[name] = kwargs[name]
+        else:
+            named[name] = list(cast("list[Any]", default)) if isinstance(default, list) else default
+    return named

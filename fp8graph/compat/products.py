@@ -45,6 +45,16 @@ def _by_second(args: Sequence[Any], out: Any) -> int:
     return 2 * math.prod(out) * args[1][-1]
 
 
+def _of_vector(args: Sequence[Any], _out: Any) -> int:
+    """[m, k] @ [k], or [k] @ [k]."""
+    return 2 * math.prod(args[0])
+
+
+def _plus_vector(args: Sequence[Any], out: Any) -> int:
+    """bias + [m, k] @ [k]."""
+    return _of_vector(args[1:], out)
+
+
 def _as_if_dense(args: Sequence[Any], out: Any) -> int:
     """[m, k] @ [k, n], of which the first is compressed; the second is the last tensor."""
     return 2 * math.prod(out) * [arg for arg in args if isinstance(arg, list)][-1][0]
@@ -115,6 +125,10 @@ _BY_NAME: Final[Mapping[str, Operation]] = {
     "aten.bmm": Operation("matmul", (0, 1), by_first),
     "aten.addmm": Operation("matmul", (1, 2), _by_second),
     "aten.baddbmm": Operation("matmul", (1, 2), _by_second),
+    "aten.mv": Operation("matmul", (0, 1), _of_vector),
+    "aten.addmv": Operation("matmul", (1, 2), _plus_vector),
+    "aten.dot": Operation("matmul", (0, 1), _of_vector),
+    "aten.vdot": Operation("matmul", (0, 1), _of_vector),
     "aten.addbmm": Operation("matmul", (1, 2), _added_up),
     "aten.linear": Operation("matmul", (0, 1), by_first),
     "aten._addmm_activation": Operation("matmul", (1, 2), _by_second),

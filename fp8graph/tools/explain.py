@@ -169,7 +169,7 @@ def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
     if isinstance(x, nn.Parameter):
         parameter: Any = nn.Parameter(fake, requires_grad=x.requires_grad)
-        if "quant_state" in x.__dict__:  # bitsandbytes' scales and sizes
-            parameter.quant_state = x.__dict__["quant_state"]
+        for name, value in x.__dict__.items():  # a library's own, such as scales and sizes beside bytes
+            parameter.__dict__[name] = _fake(value, mode) if isinstance(value, torch.Tensor) else value
         return parameter
     return fake.requires_grad_(x.requires_grad and x.is_leaf)

@@ -106,6 +106,7 @@ def faults_on(model: nn.Module, calls: Sequence[Call], training: bool, read: Rea
         torch.random.fork_rng(devices, device_type=kind),
         torch.set_grad_enabled(training),
         dynamo.as_if_called_first(),
+        dynamo.forgetting_compiled_code(),
     ):
         compiled = torch.compile(copied, backend=aot.watching(start, run_plainly), dynamic=False)
         with aot.backward_at_once():
@@ -150,7 +151,11 @@ def _text(error: Unexplained, batch: int, later: int) -> str:
 
 def _clone(x: Tensor) -> Tensor:
     copied = x.detach().clone()
-    return nn.Parameter(copied, x.requires_grad) if isinstance(x, nn.Parameter) else copied
+    if not isinstance(x, nn.Parameter):
+        return copied
+    parameter: Any = nn.Parameter(copied, x.requires_grad)
+    parameter.__dict__.update(x.__dict__)  # a library's own, such as the scales of its bytes
+    return parameter
 
 
 def _gradients(graph: fx.Graph, given: int) -> list[Tensor]:

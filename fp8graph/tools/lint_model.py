@@ -243,6 +243,7 @@ def traced(
         with (
             fakes_of(model, args, kwargs, training, mode) as (fake_model, fake_args, fake_kwargs),
             aot.backward_at_once(),
+            dynamo.forgetting_compiled_code(),
         ):
             adopt(fake_model)  # layers whose kernels run on a GPU alone are traced as what they compute
             torch.compile(fake_model, backend=aot.keeping(graphs))(*fake_args, **fake_kwargs)
@@ -262,7 +263,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _sources(kept: aot.KeptGraph, full_names: dict[int, str], tensors: dict[str, Tensor]) -> dict[fx.Node, Source]:
     """The inputs of a graph by node. ``full_names``: of the model's tensors that it was traced with, by identity."""
-    updated = aot.updated_inputs(kept.graph)
+    updates = aot.updated_inputs(kept.graph)
     sources: dict[fx.Node, Source] = {}
     for node in kept.graph.find_nodes(op="placeholder"):
         part = aot.input_part(node)
@@ -274,8 +275,8 @@ def _sources(kept: aot.KeptGraph, full_names: dict[int, str], tensors: dict[str,
         name = ".".join([name, *attributes])
         tensor = _tensor_at(name, tensors)
         trains = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        stored, changes = isinstance(tensor, Tensor), position in updated
-        sources[node] = Source(name, stored, trains, changes, _readable(tensor), traced_as)
+        stored, update = isinstance(tensor, Tensor), updates.get(position)
+        sources[node] = Source(name, stored, trains, update, _readable(tensor), traced_as)
     return sources
 
 

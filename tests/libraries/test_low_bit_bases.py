@@ -302,7 +302,9 @@ def test_a_base_in_8_bits_of_bitsandbytes_has_rows_both_ways() -> None:
     library = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes")
     base = library.nn.Linear8bitLt(64, 96, bias=False, has_fp16_weights=False)
     base.load_state_dict(nn.Linear(64, 96, bias=False).bfloat16().state_dict())
-    model = adapted(base.to("cpu"))
+    base.to("cpu")
+    assert [gemm.gemm for gemm in fp8graph.explain(base, torch.randn(16, 64).bfloat16()).gemms] == ["fprop"]
+    model = adapted(base)
     eager, compiled, report = trained(model, only_base())
     assert of_base(report) == {"fprop": ("tensorwise", "native"), "dgrad": (None, "high precision")}
     assert noise(eager, compiled) > 24

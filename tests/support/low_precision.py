@@ -264,6 +264,28 @@ class Delayed(nn.Module):
         return y
 
 
+class History(nn.Module):
+    """A scale that is computed in each step from the amaxes of the steps before, the largest or the last."""
+
+    window: Tensor
+
+    def __init__(self, of: Callable[[Tensor], Tensor], inverse: Callable[[Tensor], Tensor] = torch.reciprocal) -> None:
+        super().__init__()
+        self.of, self.inverse = of, inverse
+        self.weight = nn.Parameter(torch.randn(128, 64).bfloat16() * 0.02)
+        self.register_buffer("window", torch.full((4,), 8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 448 / self.of(self.window)
+        wq, ws = cast(self.weight.detach())
+        y = product((x * scale).clamp(-448, 448).to(E4M3), wq.t(), self.inverse(scale), 1 / ws)
+        with torch.no_grad():
+            window = torch.roll(self.window, 1)
+            window[0] = x.abs().amax()
+            self.window.copy_(window)
+        return y
+
+
 class Stored(nn.Module):
     """FP8 bytes with one scale, one for each row or one for each block; the input's scale is of now or calibrated."""
 
@@ -325,6 +347,34 @@ class Attention(nn.Module):
         return scores.softmax(-1).to(v.dtype) @ v
 
 
+Inverse = Callable[[Tensor], Tensor]
+
+
+def convolved(x: Tensor, w: Tensor, inverse: Inverse = torch.reciprocal, dim: int | None = None) -> Tensor:
+    """A convolution of decoded numbers, which their scales divide afterwards."""
+    (xq, xs), (wq, ws) = cast(x.detach(), dim=dim), cast(w.detach(), dim=dim)
+    y = functional.conv1d(xq.to(x.dtype).t()[None], wq.to(x.dtype)[..., None])[0].t()
+    return y * (inverse(xs) * inverse(ws).t())
+
+
+def of_a_vector(x: Tensor, w: Tensor, inverse: Inverse = torch.reciprocal) -> Tensor:
+    """A matrix of decoded numbers times a vector of such, which their scales divide afterwards."""
+    (xq, xs), (wq, ws) = cast(x[0].detach()), cast(w.detach())
+    return torch.mv(wq.to(x.dtype), xq.to(x.dtype)) * (inverse(xs) * inverse(ws))
+
+
+class Attended(nn.Module):
+    """Attention to decoded values, which their scale divides afterwards."""
+
+    def __init__(self, inverse: Inverse = torch.reciprocal) -> None:
+        super().__init__()
+        self.inverse = inverse
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        values, scale = cast(v)
+        return functional.scaled_dot_product_attention(q, k, values.to(q.dtype)) * self.inverse(scale)
+
+
 def _with(model: nn.Module, *, training: bool = True, shape: tuple[int, ...] = (32, 64)) -> Any:
     return lambda: (model, (torch.randn(shape).bfloat16(),), training)
 
@@ -373,6 +423,8 @@ PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool
     "mean": _with(Linear(of_the_mean), training=False),
     "recent": _with(Recent(), training=False),
     "delayed": _with(Delayed(), training=False),
+    "largest of history": _with(History(lambda window: window.amax()), training=False),
+    "last of history": _with(History(lambda window: window[0]), training=False),
     "stored": _with(Stored("tensor"), training=False),
     "stored static": _with(Stored("tensor", static=True), training=False),
     "stored, one scale": _with(OneScale(), training=False),
@@ -382,4 +434,7 @@ PROGRAMS: Final[dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], bool
         nn.Sequential(Stored("row"), nn.GELU(), Stored("tensor", static=True, inputs=128, outputs=64)), training=False
     ),
     "attention": _attention,
+    "attended": lambda: (Attended(), tuple(torch.randn(1, 4, 16, 32).bfloat16() for _ in range(3)), False),
+    "convolved": _with(Linear(convolved), training=False),
+    "vector": _with(Linear(of_a_vector), training=False),
 }

@@ -457,7 +457,8 @@ def copied(graph: fx.Graph, sources: dict[fx.Node, Source]) -> tuple[fx.Graph, d
     copy.output(copy.graph_copy(graph, copies))
     for node, source in sources.items():
         copies[node].meta["named"] = source.leaf
-    return copy, {copies[node]: replace(source) for node, source in sources.items()}
+    updates = {node: x.update and copies[x.update] for node, x in sources.items()}
+    return copy, {copies[node]: replace(source, update=updates[node]) for node, source in sources.items()}
 
 
 def mutants(

@@ -676,8 +676,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "lint takes a scale of a weight that trains for one of now",
         f"{_ANALYSIS}/scales/flow.py",
-        "if kept.source is not None and not kept.source.updated:",
-        "if kept.source is not None and kept.source.updated:",
+        "if kept.source is not None and kept.source.update is None:",
+        "if kept.source is not None and kept.source.update is not None:",
         ("tests/tools/test_lint_model.py::test_a_scale_that_stays_while_its_weight_trains_is_found",),
     ),
     # analysis

@@ -221,6 +221,31 @@ def test_batches_are_tensors_tuples_or_keywords_beside_those_of_the_call() -> No
     assert list(fp8graph.lint(model, normal(8, 64), data=iter(shapes), factor=2.0, training=False)) == []
 
 
+class Attributed(nn.Module):
+    """Bytes whose scale is an attribute of their parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes, scale = cast(torch.randn(64, 64) * 0.02)
+        weight: Any = nn.Parameter(codes, requires_grad=False)
+        weight.inverse = 1 / scale
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.to(x.dtype) * self.weight.inverse.to(x.dtype)).t()
+
+
+def test_attributes_of_parameters_are_those_of_the_copy() -> None:
+    assert list(fp8graph.lint(Attributed(), data=[normal(32, 64)], training=False)) == []
+
+
+def test_runs_leave_the_compilations_of_a_program_to_its_limit() -> None:
+    model, x = nn.Linear(64, 64).bfloat16(), normal(32, 64)
+    faults_on(model, [((x,), {})], False, _read)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        torch.compile(model, backend="eager")(x)
+
+
 def test_wrong_data_is_a_config_error() -> None:
     model = Linear(decoded)
     with pytest.raises(ConfigError, match=r"lint\(data=\.\.\.\): data must be a list of batches, .*Write \[batch\]"):

@@ -26,15 +26,19 @@ from low_precision import (
     E4M3,
     E5M2,
     PROGRAMS,
+    Attended,
     Delayed,
     Exponents,
+    History,
     KeyCache,
     Linear,
     Stored,
     cast,
+    convolved,
     in_tiles_of_128x4,
     keys_and_position,
     mx,
+    of_a_vector,
     product,
     rowwise,
     tensorwise,
@@ -316,6 +320,10 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "cast again": (CastAgain, "scale-stale", "error"),
     "live scale": (LiveScale, "scale-stale", "error"),
     "unclamped": (Unclamped, "no-saturation", "warning"),
+    "largest of history": (lambda: History(torch.amax, torch.positive), "scale-inverted", "error"),
+    "last of history": (lambda: History(lambda window: window[0], torch.positive), "scale-inverted", "error"),
+    "convolved": (lambda: linear(lambda x, w: convolved(x, w, torch.positive)), "scale-inverted", "error"),
+    "vector": (lambda: linear(lambda x, w: of_a_vector(x, w, torch.positive)), "scale-inverted", "error"),
 }
 
 
@@ -325,6 +333,26 @@ def test_a_fault_is_found(name: str) -> None:
     lint = fp8graph.lint(make(), torch.randn(32, 64).bfloat16(), training=False)
     assert (rule, severity) in {(finding.rule, finding.severity) for finding in lint}
     assert bool(lint) == (severity == "warning")
+
+
+def test_a_fault_behind_attention_is_found() -> None:
+    (finding,) = fp8graph.lint(Attended(torch.positive), *(torch.randn(1, 4, 16, 32).bfloat16() for _ in range(3)))
+    assert finding.rule == "scale-inverted"
+
+
+def test_several_scales_are_not_followed_through_a_convolution() -> None:
+    model = linear(lambda x, w: convolved(x, w, dim=1))
+    (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)
+    assert (finding.rule, finding.severity) == ("opaque", "info")
+    assert "aten.convolution multiplies decoded numbers, through which their scales are not followed" in finding.what
+
+
+def test_tracing_leaves_the_compilations_of_a_program_to_its_limit() -> None:
+    """Dynamo counts what it compiled of one function, whoever had it do so."""
+    model, x = nn.Linear(64, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    assert fp8graph.lint(model, x)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        torch.compile(model, backend="eager")(x)
 
 
 def test_a_fault_in_backward_is_found() -> None:

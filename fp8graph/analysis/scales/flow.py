@@ -34,6 +34,7 @@ from fp8graph.analysis.scales.exponents import (
 from fp8graph.analysis.scales.nodes import (
     decodes,
     dtype_of,
+    holds_amaxes,
     is_small,
     is_table,
     leads_to_cast,
@@ -44,6 +45,7 @@ from fp8graph.analysis.scales.nodes import (
     ndim,
     numel,
     operands_of,
+    passes_magnitudes,
     shape_of,
     takes_largest,
 )
@@ -192,7 +194,18 @@ class _Flow:
 
     def _may_be_scale(self, node: fx.Node) -> bool:
         source = self.sources.get(node)
-        return source is not None and ("scal" in source.leaf or numel(node) == 1 and not source.trains)
+        if source is None:
+            return False
+        return "scal" in source.leaf or numel(node) == 1 and not source.trains or self._is_history(node)
+
+    def _is_history(self, node: fx.Node) -> bool:
+        """Whether an input holds amaxes of the steps before."""
+        source = self.sources.get(node)
+        return source is not None and source.stored and not source.trains and is_small(node) and holds_amaxes(source)
+
+    def _is_of_history(self, node: fx.Node) -> bool:
+        """Whether a largest magnitude is taken of amaxes of the steps before alone."""
+        return all(passes_magnitudes(x) or self._is_history(x) for x in measured(node))
 
     def _inputs_behind(self, node: Any) -> set[fx.Node]:
         """The float inputs that are a scale, its inverse or a part of it, through arithmetic on scales alone."""
@@ -209,8 +222,9 @@ class _Flow:
                 if source is not None and (number or source.holds_exponents(dtype)):
                     if not (source.trains and ndim(each) > 1) or "scal" in source.leaf:
                         inputs.add(each)
-            elif each.op == "call_function" and each.target not in LARGEST_OF:
-                smaller = each.target not in (aten.slice.Tensor, aten.select.int)  # a part of a table is a scale, too
+            elif each.op == "call_function" and (each.target not in LARGEST_OF or self._is_of_history(each)):
+                # a part of a table is a scale, too
+                smaller = each.target not in (aten.slice.Tensor, aten.select.int, *LARGEST_OF)
                 waiting.extend(x for x in each.all_input_nodes if not smaller or numel(x) <= numel(each))
         return inputs
 
@@ -229,7 +243,8 @@ class _Flow:
             self._fault("scale-value", "error", node, "a scale that is not a positive number")
         key = self.keys[twin or node]
         if key not in self.roots:
-            self.roots[key] = Root(twin or node, self._steps(shape_of(node)), frozenset(), source, is_table(node))
+            table = is_table(node) and not self._is_history(node)
+            self.roots[key] = Root(twin or node, self._steps(shape_of(node)), frozenset(), source, table)
         root = self.roots[key]
         exponents = root.exponents if twin is None else -root.exponents
         return self._scale(node, _made_up(root, exponents, dtype, len(self.roots)))
@@ -274,9 +289,7 @@ class _Flow:
 
     def _partner(self, node: fx.Node, source: Source) -> fx.Node | None:
         candidates = [
-            other
-            for other, named in self.sources.items()
-            if other in self.scale_inputs and named.module == source.module
+            other for other, named in self.sources.items() if other in self.scale_inputs and named.is_beside(source)
         ]
         stem = source.leaf.removesuffix("_fp8").removesuffix("_data")
         by_name = [x for x in candidates if self.sources[x].leaf.startswith(f"{stem}_") or stem in ("w", "weight", "")]
@@ -438,7 +451,7 @@ class _Flow:
 
     def _may_belong(self, root: Root, stored: Source) -> bool:
         """Whether a scale may be that of bytes of the model: it is in their module, and nothing else was cast by it."""
-        return root.source is not None and root.source.module == stored.module and root not in self.cast_by
+        return root.source is not None and root.source.is_beside(stored) and root not in self.cast_by
 
     # Nodes
 
@@ -494,6 +507,10 @@ class _Flow:
             return State(origin=self.keys[node])
         if target in (dialect.dequantize, dialect.stored_weight):
             return self._decode(node)
+        if node in self.products and _is_of_torch(target):
+            operands = self.products[node].operands
+            if any(self._state(x).left for x in operands) and not any(dtype_of(x) in FP8 for x in operands):
+                return self._other_product(node)
         return self._unknown(node)
 
     def _constant(self, node: fx.Node) -> Any:
@@ -555,7 +572,7 @@ class _Flow:
         trained = self.trained.get(origin)
         if trained is not None and not own and not live:
             kept = next(iter(degrees))
-            if kept.source is not None and not kept.source.updated:
+            if kept.source is not None and kept.source.update is None:
                 text = f"{trained.name} trains, and its scale {kept.text} is not updated"
                 self._fault("scale-stale", "warning", node, text)
         if not own and not live and not state.clamped:
@@ -732,10 +749,8 @@ class _Flow:
     def _unknown(self, node: fx.Node) -> Any:
         """An op that is not linear: what it reads must have no exponents left."""
         target = node.target
-        namespace = getattr(target, "namespace", "_operator")
-        opaque = namespace not in _OF_TORCH
         inputs = node.all_input_nodes
-        if opaque and isinstance(target, OpOverload):
+        if not _is_of_torch(target) and isinstance(target, OpOverload):
             if node in self.products or any(self._state(x).casts for x in inputs):
                 self._fault("opaque", "info", node, f"{target} reads weights or FP8, and is not looked into")
             return NOTHING
@@ -825,6 +840,36 @@ class _Flow:
             return State(origin=self.keys[node])
         return state
 
+    def _other_product(self, node: fx.Node) -> Any:
+        """A convolution, attention or another product of decoded numbers: scales of one number pass through it.
+
+        Through attention, those of its values do.
+        """
+        product, results = self.products[node], node.meta["val"]
+        several = isinstance(results, (tuple, list))
+        states = [self._operand(x, node) for x in product.operands]
+        if product.kind == "attention":
+            for x, state in zip(product.operands[:2], states, strict=False):
+                self._must_be_zero(x, state)
+            states = states[2:]
+        exponents: dict[Root, Tensor] = {}
+        for root, x in ((root, x) for state in states for root, x in state.exponents.items() if not root.table):
+            if x.numel() > 1 or several and product.backward:
+                text = f"{product.op} multiplies decoded numbers, through which their scales are not followed"
+                self._fault("opaque", "info", node, text)
+                return NOTHING
+            first = results[0] if several else results
+            exponents[root] = exponents.get(root, torch.zeros(())) + x.reshape([1] * first.ndim)
+        casts = tuple(dict.fromkeys(each for state in states for each in state.casts))
+        left = {root: x for root, x in exponents.items() if bool(x.any())}
+        state = State(left, casts, node, origin=self.keys[node])
+        if product.kind != "attention" and any(
+            cast(Any, dtype_of(x)).is_floating_point for x in node.all_input_nodes if x not in product.operands
+        ):
+            self._must_be_zero(node, state)  # a bias
+            return State(origin=self.keys[node])
+        return [state, *[NOTHING] * (len(results) - 1)] if several else state
+
     @staticmethod
     def _is_inverted(operand: State, root: Root) -> bool:
         degree = next((each.degrees[root] for each in operand.casts if root in each.degrees), None)
@@ -896,7 +941,9 @@ class _Flow:
 
     def _leave(self, output: fx.Node) -> None:
         results = [x for x in pytree.tree_leaves(output.args) if isinstance(x, fx.Node)]
-        leaving = {root for x in results for root in self._state(x).exponents if self._state(x).values is not None}
+        histories = {source.update for x, source in self.sources.items() if self._is_history(x)}
+        scales = [self._state(x) for x in results if x not in histories]
+        leaving = {root for state in scales if state.values is not None for root in state.exponents}
         for node in results:
             state = self._state(node)
             if dtype_of(node) in FP8 or any(root in leaving for root in state.exponents):
@@ -1003,6 +1050,11 @@ def _run(node: fx.Node, inputs: Sequence[Any]) -> dict[Root | None, Any] | None:
     except (RuntimeError, TypeError, NotImplementedError, ValueError):
         return None
     return results
+
+
+def _is_of_torch(target: Any) -> bool:
+    """Whether an op's arithmetic is torch's or ours."""
+    return getattr(target, "namespace", "_operator") in _OF_TORCH
 
 
 class _Number(int):

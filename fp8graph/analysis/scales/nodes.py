@@ -20,9 +20,10 @@ from fp8graph.analysis.scales.ops import (
     REDUCTIONS,
     SAME,
     SCALED,
+    WRITES,
     aten,
 )
-from fp8graph.analysis.scales.states import E8M0, FP8
+from fp8graph.analysis.scales.states import E8M0, FP8, Source
 from fp8graph.compat.ops import named_arguments
 from fp8graph.compat.products import Operation, operation_of
 
@@ -115,9 +116,22 @@ def measured(argument: fx.Node) -> set[fx.Node]:
         node = waiting.pop()
         if node not in met:
             met.add(node)
-            taken_from = node.target in MEASURES or getattr(node.target, "__name__", "") == "getitem"
-            waiting.extend(node.all_input_nodes if taken_from else ())
+            waiting.extend(node.all_input_nodes if passes_magnitudes(node) else ())
     return met
+
+
+def holds_amaxes(source: Source) -> bool:
+    """Whether an input holds amaxes of the steps before: by its name, or by what the graph writes to it."""
+    named, update = "amax" in source.leaf or "hist" in source.leaf, source.update
+    if named or update is None:
+        return named
+    largest = (node for node in measured(update) if node.target in LARGEST_OF)
+    return any(numel(update) < numel(node.all_input_nodes[0]) for node in largest)
+
+
+def passes_magnitudes(node: fx.Node) -> bool:
+    """Whether the magnitudes of a node are those of its inputs, or some of them."""
+    return node.target in MEASURES or node.target in WRITES or getattr(node.target, "__name__", "") == "getitem"
 
 
 def lies_in_tiles(scale: fx.Node) -> bool:

@@ -96,6 +96,7 @@ MEASURES: Final = {  # from whose results a tensor's largest magnitude is taken
     aten.sqrt.default,
     aten.sort.default,
     aten.topk.default,
+    aten.roll.default,
 }
 WRITES: Final[dict[Any, str]] = {  # into a tensor, at some of its places: the name of what is written
     aten.index_put.default: "values",

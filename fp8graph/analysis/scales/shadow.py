@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.analysis.scales.exponents import spread_operand
-from fp8graph.analysis.scales.nodes import operands_of
+from fp8graph.analysis.scales.nodes import holds_amaxes, operands_of
 from fp8graph.analysis.scales.ops import (
     CLAMPS,
     CONSTANTS,
@@ -212,7 +212,7 @@ class ShadowRun:
             return None
         if value.dtype in FP8:
             return _Shadow((_plain(value),)) if value.dtype in _LARGEST and value.ndim > 1 else None
-        named = any(word in source.leaf for word in ("scal", "amax", "hist"))
+        named = "scal" in source.leaf or holds_amaxes(source)
         if value.is_floating_point() and (named or value.numel() == 1) and not (source.trains and not named):
             return _Scale((_Factor(value, roots=frozenset({node}), sure=named and value.numel() == 1),))
         return None

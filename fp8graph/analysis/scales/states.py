@@ -28,13 +28,17 @@ class Source:
     name: str
     stored: bool = False  # a module of the model holds it
     trains: bool = False
-    updated: bool = False  # the graph writes it
+    update: fx.Node | None = None  # what the graph writes to it
     tensor: Tensor | None = None
     traced_as: str = ""  # Dynamo's name for it
 
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
+
+    def is_beside(self, stored: Source) -> bool:
+        """Whether it is in the module of ``stored``, or an attribute of that parameter."""
+        return self.module in (stored.module, stored.name)
 
     @property
     def leaf(self) -> str:
