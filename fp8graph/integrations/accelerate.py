@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
+import torch
 from accelerate import Accelerator, utils
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
@@ -62,7 +63,8 @@ class FP8GraphRecipeKwargs(_BASE):
         if self.recipe is None and self.policy is None:
             self.recipe = os.environ.get(f"{_REGISTERED}RECIPE") or None
             self.policy = os.environ.get(f"{_REGISTERED}POLICY") or None
-        arguments = {name: value for name, value in self.options.items() if name != "regions"}
+        others = ("regions", *inspect.signature(torch.compile).parameters)
+        arguments = {name: value for name, value in self.options.items() if name not in others}
         Backend(self.policy, recipe=self.recipe, **arguments)  # whatever it refuses, it refuses here
         _connect()
 
@@ -78,12 +80,12 @@ class FP8GraphRecipeKwargs(_BASE):
         if models:
             _check(accelerator)
         for model in models:
-            if find_backend(model) is not None:
-                continue  # prepared, or compiled by the program
-            arguments: dict[str, Any] = {"regions": "auto", **self.options}
-            compile(model, self.policy, recipe=self.recipe, **arguments)
+            if find_backend(model) is None:  # not prepared, nor compiled by the program
+                arguments: dict[str, Any] = {"regions": "auto", **self.options}
+                compile(model, self.policy, recipe=self.recipe, **arguments)
             backend = backend_of(model)
-            if backend.policy.scheduled or any(recipe.has_state for recipe in backend.policy.recipes()):
+            has_state = backend.policy.scheduled or any(recipe.has_state for recipe in backend.policy.recipes())
+            if has_state and not any(each is backend for each in accelerator._custom_objects):
                 accelerator.register_for_checkpointing(backend)
         return objects
 
@@ -92,7 +94,8 @@ def install(recipe: Any = None, policy: Any = None, *, in_place_of: str = "", **
     """Let each later ``Accelerator(mixed_precision="fp8")`` that gets no other FP8 handler compile with fp8graph.
 
     This is for programs that make their Accelerator themselves. Trainer's checkpoints then hold the scaling state. It
-    changes methods of accelerate, once, until accelerate takes such backends itself.
+    changes methods of accelerate, once, until accelerate takes such backends itself. A warning says so of each
+    Accelerator that does not compile with fp8graph.
 
     Args:
         recipe, policy, options: the fields of :class:`FP8GraphRecipeKwargs`.
@@ -109,9 +112,10 @@ def install(recipe: Any = None, policy: Any = None, *, in_place_of: str = "", **
 
 @dataclass
 class _Connection:
-    """The connection of this process: the handler of accelerators that get none."""
+    """The connection of this process: the handler of accelerators that get none, and whether one has it."""
 
     default: tuple[FP8GraphRecipeKwargs, str] | None = None
+    used: bool = False
 
     def choose(self, precision: str, handlers: list[Any]) -> tuple[FP8GraphRecipeKwargs | None, list[Any]]:
         """Return the handler of an accelerator, if it is ours, and the others that it gets."""
@@ -127,14 +131,28 @@ class _Connection:
             replaced = [each for each in theirs if in_place_of and isinstance(each, utils.AORecipeKwargs)]
             # LlamaFactory's fp8_backend, which Trainer does not pass on
             named = os.environ.get("FP8_BACKEND", "").upper() == _NAME
-            if named or precision == "fp8" and len(theirs) == len(replaced) and not _names_another():
-                own, theirs = [handler], [each for each in theirs if each not in replaced]
+            others = [type(each).__name__ for each in theirs if each not in replaced]
+            elsewhere = os.environ.get(f"{_REGISTERED}BACKEND", "")
+            if named or precision == "fp8" and not others and elsewhere.upper() in ("", "NO", _NAME):
+                own = [handler]
+                if others:
+                    _log.warning(_LEFT_OUT, ", ".join(others))
+            else:
+                reason = f"mixed_precision={precision!r}" if precision != "fp8" else ", ".join(others) or elsewhere
+                _log.warning(_NOT_OURS, reason)
         rest = [each for each in handlers if not isinstance(each, (FP8GraphRecipeKwargs, *_THEIRS))]
         return (own[0], rest) if own else (None, handlers)
 
 
-def _names_another() -> bool:
-    return os.environ.get(f"{_REGISTERED}BACKEND", "").upper() not in ("", "NO", _NAME)
+_LEFT_OUT: Final = "FP8_BACKEND names fp8graph, and this Accelerator got %s, too, whose settings are left out."
+_NOT_OURS: Final = (
+    "fp8graph.integrations.accelerate is installed, and this Accelerator does not use it (%s): nothing of it compiles "
+    "with fp8graph. It takes mixed_precision='fp8' without another FP8 handler."
+)
+_UNUSED: Final = (
+    "The program ended, and none of its Accelerators compiled with fp8graph: it made none with mixed_precision='fp8' "
+    "after fp8graph.integrations.accelerate was installed."
+)
 
 
 def _check(accelerator: Accelerator) -> None:
@@ -156,12 +174,11 @@ def _connect() -> _Connection:
     """Let accelerate call the handlers of this module.
 
     accelerate 1.15 knows its own three by their classes: docs/patches has the change that lets others register. Until
-    it is there, four methods of Accelerator are wrapped.
+    it is there, four methods of Accelerator are wrapped; then ``__init__`` alone, for :func:`install`.
     """
     connection, cls = _Connection(), cast(Any, Accelerator)
-    if _BASE is not utils.KwargsHandler:
-        return connection
     original, signature = cls.__init__, inspect.signature(cls.__init__)
+    calls_handlers = _BASE is not utils.KwargsHandler
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -171,17 +188,35 @@ def _connect() -> _Connection:
         if handler is None:
             original(self, *args, **kwargs)
             return
-        bound |= {"mixed_precision": "bf16", "kwargs_handlers": rest or None}
-        original(**bound)
-        setattr(self, _HANDLER, handler)
-        self.fp8_enabled = True
+        if calls_handlers:
+            bound |= {"mixed_precision": "fp8", "kwargs_handlers": [*rest, handler]}
+        else:
+            bound |= {"mixed_precision": "bf16", "kwargs_handlers": rest or None}
+        try:
+            original(**bound)
+        except ValueError as error:
+            if "already been initialized" not in str(error):
+                raise
+            raise ConfigError(_INITIALIZED) from error
+        if not calls_handlers:
+            setattr(self, _HANDLER, handler)
+            self.fp8_enabled = True
+        connection.used = True
         _keep_state_in_checkpoints_of_trainer()
 
     cls.__init__ = init
+    if calls_handlers:
+        return connection
     cls.fp8_backend = property(functools.partial(_backend_name, cls.fp8_backend.fget))
     for name in ("prepare", "prepare_model"):
         setattr(cls, name, _preparing_first(getattr(cls, name)))
     return connection
+
+
+_INITIALIZED: Final = (
+    "Accelerator(mixed_precision='fp8'): this process has made an Accelerator with another precision, and accelerate "
+    "keeps the first one's. Make the one with mixed_precision='fp8' first."
+)
 
 
 def _backend_name(original: Callable[[Accelerator], Any], accelerator: Accelerator) -> Any:
@@ -218,6 +253,14 @@ def main() -> None:
     if not arguments or arguments[0] == "-m" and len(arguments) < 2:
         raise SystemExit(usage)
     install(in_place_of=in_place_of)
+    try:
+        _run(arguments)
+    finally:
+        if not _connect().used:
+            _log.warning(_UNUSED)
+
+
+def _run(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -113,39 +113,68 @@ def test_a_scaling_state_is_saved_and_resumed(tmp_path: Path) -> None:
     assert same_bits(states[0].values(), states[1].values())
 
 
+def test_each_accelerator_saves_the_state_of_a_model_that_was_compiled_before() -> None:
+    delayed = fp8graph.DelayedScaling(amax_history_len=4)
+    model = fp8graph.compile(MLP(), recipe=delayed, compiler="eager")
+    hosts = [Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler(delayed)]) for _ in range(2)]
+    for host in hosts:
+        host.prepare(host.prepare(model))
+        assert host._custom_objects == [fp8graph.backend_of(model)]
+
+
+def test_options_are_those_of_compile() -> None:
+    options = {"fullgraph": True, "dynamic": False, "strict": True, **EAGER}
+    host = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[FP8GraphRecipeKwargs(options=options)])
+    assert fp8graph.backend_of(run(host)[0]).report.gemms
+    with pytest.raises(TypeError, match="stric"):
+        FP8GraphRecipeKwargs(options={"stric": True})
+
+
 def test_without_a_state_a_checkpoint_in_bf16_goes_on_in_fp8(tmp_path: Path) -> None:
     run(Accelerator(cpu=True, mixed_precision="bf16"), save=tmp_path)
     forget_accelerators()
     run(Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler()]), load=tmp_path)
 
 
-def test_install_takes_accelerators_that_get_no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_takes_accelerators_that_get_no_handler(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     install("rowwise", **EAGER)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")  # as accelerate launch --mixed_precision fp8
     host = Accelerator(cpu=True)
     assert host.fp8_backend == "FP8GRAPH"
     assert {gemm.recipe for gemm in fp8graph.backend_of(run(host)[0]).report.gemms} == {"rowwise"}
+    assert "does not use it" not in caplog.text
     forget_accelerators()
     assert Accelerator(cpu=True, mixed_precision="bf16").fp8_backend == "NO"
+    assert "does not use it (mixed_precision='bf16'): nothing of it compiles" in caplog.text
     forget_accelerators()
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
     assert Accelerator(cpu=True, mixed_precision="fp8").fp8_backend == "AO"
+    assert "does not use it (AO)" in caplog.text
 
 
-def test_another_librarys_handler_keeps_its_backend_unless_it_is_replaced() -> None:
+def test_another_librarys_handler_keeps_its_backend_unless_it_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     install(**EAGER)
     assert Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()]).fp8_backend == "AO"
+    assert "does not use it (AORecipeKwargs)" in caplog.text
     forget_accelerators()
     install(in_place_of="torchao", **EAGER)
     host = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
     assert (host.fp8_backend, host.ao_recipe_handler) == ("FP8GRAPH", None)
 
 
-def test_the_name_of_llamafactorys_option_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_llamafactorys_option_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As where Trainer has read its arguments, in bf16, before LlamaFactory sets its variables."""
     install(**EAGER)
     monkeypatch.setenv("FP8_BACKEND", "fp8graph")
     assert Accelerator(cpu=True, mixed_precision="bf16").fp8_backend == "FP8GRAPH"
+    assert "does not use it" not in caplog.text
+    forget_accelerators()
+    Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
+    assert "this Accelerator got AORecipeKwargs, too, whose settings are left out" in caplog.text
 
 
 def test_a_policy_file_is_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +196,11 @@ def test_wrong_set_ups_have_the_messages_of_the_page() -> None:
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler(), AORecipeKwargs()])
     with pytest.raises(ConfigError, match="in_place_of"):
         install(in_place_of="te")
+    forget_accelerators()
+    Accelerator(cpu=True, mixed_precision="no")
+    with pytest.raises(ConfigError, match="keeps the first one's. Make the one with mixed_precision='fp8' first"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler()])
+    forget_accelerators()
     plugin = TorchDynamoPlugin(backend="eager")  # pyright: ignore[reportArgumentType]
     host = Accelerator(cpu=True, mixed_precision="fp8", dynamo_plugin=plugin, kwargs_handlers=[handler()])
     with pytest.raises(ConfigError, match=again):
@@ -279,7 +313,7 @@ print(sys.argv[1:], host.fp8_backend, sorted({str(gemm.recipe) for gemm in fp8gr
 """
 
 
-def run_program(*command: str, folders: tuple[Path, ...] = (), **variables: str) -> str:
+def run_program(*command: str, folders: tuple[Path, ...] = (), errors: bool = False, **variables: str) -> str:
     path = os.pathsep.join(map(str, (*folders, ROOT, ROOT / "tests" / "support")))
     done = subprocess.run(
         [sys.executable, *command],
@@ -290,7 +324,7 @@ def run_program(*command: str, folders: tuple[Path, ...] = (), **variables: str)
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stderr if errors else done.stdout
 
 
 @pytest.mark.slow
@@ -304,6 +338,8 @@ def test_a_program_of_somebody_else_runs_under_the_module(tmp_path: Path) -> Non
     for command in run_:
         found = run_program(*command, folders=(tmp_path,), **variables)
         assert re.sub("'None', ", "", found) == re.sub("'None', ", "", expected)
+    file.write_text("print('no Accelerator')\n", encoding="utf-8")
+    assert "none of its Accelerators compiled with fp8graph" in run_program("-m", module, str(file), errors=True)
 
 
 @pytest.mark.slow
@@ -325,3 +361,7 @@ assert Accelerator.prepare is before
     with_handler = 'mixed_precision="fp8", kwargs_handlers=[handler])'
     text = handlers + PROGRAM.replace('mixed_precision="fp8")', with_handler)
     assert "FP8GRAPH ['tensorwise']" in run_program("-c", text, folders=(tmp_path,)).replace("'None', ", "")
+    alone = text.replace("host.prepare(", "host.prepare_model(")
+    assert "FP8GRAPH ['tensorwise']" in run_program("-c", alone, folders=(tmp_path,)).replace("'None', ", "")
+    installed = handlers + "ours.install('tensorwise', compiler='eager')\n" + PROGRAM
+    assert "FP8GRAPH ['tensorwise']" in run_program("-c", installed, folders=(tmp_path,)).replace("'None', ", "")
