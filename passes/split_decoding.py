@@ -10,8 +10,9 @@ The codes are read as they are. The decoded weight is never saved: backward deco
 :func:`join_decoding` puts the library's op back where the GEMM of forward stays in high precision: it may have a kernel
 that reads 4 bits per number.
 
-Refuses (puts together again) products of few rows, for which the library has such a kernel on each GPU. It leaves alone
-the dgrad of a weight that backward decodes in another way than the library's own backward.
+Refuses (puts together again) products of few rows, for which the library has such a kernel on each GPU, where the graph
+is for that number alone. It leaves alone the dgrad of a weight that backward decodes in another way than the library's
+own backward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
-from fp8graph.ir.nodes import BACKWARD, aten, known_contiguous, size_hint, value, value_key
+from fp8graph.ir.nodes import BACKWARD, aten, known_contiguous, value, value_key
 from fp8graph.ir.sites import Decision
 from fp8graph.libraries.products import decodes
 from fp8graph.recipes.rules import SOURCE
@@ -102,7 +103,8 @@ def _why_whole(split: Split, decision: Decision) -> str | None:
     """The reason why an op that was split is put together again; None: it stays split."""
     if decision.recipe is None:  # an obstacle to a rule of the user's is an error, with a row as any linear has
         return None if decision.required and not decision.by_profitability else decision.reason
-    if math.prod(map(size_hint, value(split.matmul).shape[:-1])) <= _FEW:
+    rows = value(split.matmul).shape[:-1]
+    if all(isinstance(size, int) for size in rows) and math.prod(rows) <= _FEW:
         why = f"for up to {_FEW} rows the library has a kernel that reads 4 bits per number"
         return f"{why} ({SOURCE} asked for {decision.recipe.name})"
     return None

@@ -106,6 +106,13 @@ def test_few_rows_are_left_to_one_kernel(rows: int, left: bool) -> None:
     assert bool(lines(around(view, "join_decoding")[1], r"bitsandbytes\.gemm_4bit")) == left
 
 
+@torch.no_grad()
+def test_a_graph_for_any_number_of_rows_stays_split() -> None:
+    first = x(3, 64)
+    torch._dynamo.mark_dynamic(first, 0)
+    assert not lines(around(view_of(Base(), first), "join_decoding")[1], r"bitsandbytes\.gemm_4bit")
+
+
 class Halves(nn.Module):
     """Two bases, one behind the other; of the result's gradient the second gets a part with gaps."""
 
