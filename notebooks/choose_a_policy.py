@@ -185,5 +185,5 @@ report.check()  # raises where a rule did not take effect
 # * `resume="measured.json"` keeps the measurements, so that another budget costs one batch.
 # * More batches, and see whether the ranking holds.
 #
-# [Policies](../docs/policies.md) says what rules can do, and [tune](../docs/api/tune.md) has every argument.
+# [Policies](../docs/policies.md) says what rules can do, and [tune](../docs/api/planning.md#tune) has every argument.
 # `fp8graph tune` does this from the shell.

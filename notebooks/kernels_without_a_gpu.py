@@ -188,4 +188,4 @@ print("recipes:", ", ".join({gemm.recipe for gemm in b200.gemms}))
 # * Write `report.to_html("report.html")` and open it: the kernels are listed beside a drawing of the layer, and a
 #   click shows what each computes ([the page](../docs/report.md#the-page)).
 # * [Performance](../docs/performance.md#what-is-fused) says what is fused and why, and
-#   [KernelRecord](../docs/api/KernelRecord.md) has every field.
+#   [KernelRecord](../docs/api/reports.md#kernelrecord) has every field.

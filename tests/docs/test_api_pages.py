@@ -1,4 +1,4 @@
-"""Every public name has a page in docs/api with an example, and each example prints what its page shows."""
+"""Every public name has a section in docs/api with an example, and each example prints what its page shows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 
 import fp8graph
 from fp8graph import numerics, planning
-from samples import ROOT, name_of, run, samples, slow_pages, without_a_reason
+from samples import ROOT, anchors, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
 FOLDER = ROOT / "docs" / "api"
 DIRECTIVE = re.compile(r"^ *\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
-PAGES = sorted(page for page in FOLDER.glob("*.md") if DIRECTIVE.search(page.read_text(encoding="utf-8")))
-GROUPS = sorted(page for page in FOLDER.glob("*.md") if page not in PAGES)
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "index")
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+SECTIONS = [(page, name) for page in PAGES for name in re.findall(r"(?m)^## (.+)$", TEXTS[page])]
 MODULES = [
     "fp8graph",
     *(f"fp8graph.{name}" for name in ("numerics", "planning")),
@@ -36,46 +37,45 @@ def found(path: str) -> Any:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_has_a_page(module: str) -> None:
+def test_every_public_name_is_on_a_page(module: str) -> None:
     documented = [found(path) for page in PAGES for path in paths(page)]
     public = {name: getattr(importlib.import_module(module), name) for name in found(module).__all__}
     without = [name for name, value in public.items() if not any(value is one for one in documented)]
-    # the names of these modules have pages; the module has the list of them
+    # the names of these modules have sections; a page is theirs
     assert [name for name in without if not is_group(public[name])] == []
 
 
 def paths(page: Path) -> list[str]:
     """The names that ``page`` documents, without members of classes."""
-    return [path for path in DIRECTIVE.findall(page.read_text(encoding="utf-8")) if path.startswith("fp8graph.")]
+    return [path for path in DIRECTIVE.findall(TEXTS[page]) if path.startswith("fp8graph.")]
 
 
 def is_group(value: object) -> bool:
-    return isinstance(value, ModuleType) and f"{value.__name__.rpartition('.')[2]}.md" in {page.name for page in GROUPS}
+    return isinstance(value, ModuleType) and FOLDER / f"{value.__name__.rpartition('.')[2]}.md" in PAGES
 
 
 def test_groups_and_pages_are_recognised() -> None:
     assert is_group(numerics)
     assert is_group(planning)
-    assert not is_group(fp8graph.models)  # it has a page of its own
-    assert "fp8graph.Policy" in paths(FOLDER / "Policy.md")
+    assert not is_group(fp8graph.models)  # it has a section of its own
+    assert "fp8graph.Policy" in paths(FOLDER / "policies.md")
+    assert (FOLDER / "policies.md", "Policy") in SECTIONS
     assert {"fp8graph.integrations.kv_cache", "fp8graph.integrations.gradients"} <= set(MODULES)
 
 
-def test_every_page_is_in_a_table_and_has_an_example() -> None:
-    tables = "\n".join(page.read_text(encoding="utf-8") for page in GROUPS)
-    for page in PAGES:
-        assert list(samples(page)), page.name
-        assert f"]({page.name})" in tables, page.name
-        assert f"\n{page.stem}\n" in tables, page.name
-    names = [page.name.lower() for page in FOLDER.glob("*.md")]
-    assert len(names) == len(set(names))  # some file systems do not tell "Plan" from "plan"
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_section_is_in_its_pages_table_and_has_an_example(page: Path) -> None:
+    own = [slug for slug in [*anchors(page)][1:] if f"](#{slug})" in TEXTS[page]]
+    names = [name for each, name in SECTIONS if each == page]
+    assert len(own) == len(names)
+    assert {sample.section for sample in samples(page)} == {*names}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_example(page: Path) -> None:
-    run(page)
+@pytest.mark.parametrize(("page", "section"), SECTIONS, ids=lambda part: part if isinstance(part, str) else part.stem)
+def test_example(page: Path, section: str) -> None:
+    run(page, section=section)
 
 
 @pytest.mark.release

@@ -6,14 +6,13 @@ The site's build checks what is in the site. This needs no Sphinx, and sees READ
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from samples import ROOT, name_of
+from samples import ROOT, anchors, name_of, prose
 
 PAGES = sorted(
     [
@@ -25,22 +24,6 @@ PAGES = sorted(
     ]
 )
 LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)?)\)")
-
-
-def prose(page: Path) -> str:
-    """The page without code."""
-    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
-    return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()]", "", code[0]), text)
-
-
-def anchors(page: Path) -> Iterator[str]:
-    """The anchors of a page's headings, as Git forges make them."""
-    seen: Counter[str] = Counter()
-    for heading in re.findall(r"(?m)^#+ +(.+?) *$", prose(page)):
-        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
-        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-        yield slug if not seen[slug] else f"{slug}-{seen[slug]}"
-        seen[slug] += 1
 
 
 def broken(page: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ import contextlib
 import doctest
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Sample:
     """One sample of a page."""
 
     page: Path
+    section: str  # the last heading of the second level before it
     line: int  # of its first line of code, from 1
     code: str
     output: str | None  # what it prints, with "..." for any text; None: the page does not show it
@@ -94,6 +96,22 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def prose(page: Path) -> str:
+    """The page without code."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()]", "", code[0]), text)
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The anchors of a page's headings, as Git forges make them."""
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"(?m)^#+ +(.+?) *$", prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        yield slug if not seen[slug] else f"{slug}-{seen[slug]}"
+        seen[slug] += 1
+
+
 def without_a_reason(pages: list[Path]) -> list[str]:
     """The places of samples that are marked, and do not say why."""
     marked = [sample for page in pages for sample in samples(page) if sample.mark]
@@ -108,8 +126,10 @@ def samples(page: Path) -> Iterator[Sample]:
     """The samples of ``page``, in order."""
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
+        headings = re.findall(r"(?m)^## (.+)$", text[: match.start()])
         yield Sample(
             page=page,
+            section=headings[-1] if headings else "",
             line=text.count("\n", 0, match.start("code")) + 1,
             code=match["code"],
             output=match["output"],
@@ -117,10 +137,12 @@ def samples(page: Path) -> Iterator[Sample]:
         )
 
 
-def run(page: Path, preamble: str = "", *, slow: bool = False) -> None:
-    """Run the samples of ``page`` after ``preamble``; with ``slow``, those that are marked so, too."""
+def run(page: Path, preamble: str = "", *, section: str | None = None, slow: bool = False) -> None:
+    """Run the samples of ``page``, or of a section of it; with ``slow``, those that are marked so, too."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(preamble, f"<preamble of {page.name}>", "exec"), namespace)
     for sample in samples(page):
+        if section not in (None, sample.section):
+            continue
         if not sample.mark or (slow and sample.mark.startswith("slow") and sample.can_run()):
             sample.run(namespace)
