@@ -53,7 +53,6 @@ from fp8graph.passes.route_in_fp8 import moves_rows, route_in_fp8
 from fp8graph.passes.save_for_backward import has_backward, save_for_backward
 from fp8graph.passes.share import share
 from fp8graph.passes.share_sigmoid import share_sigmoid
-from fp8graph.passes.smooth import smooth, smooths
 from fp8graph.passes.split_decoding import is_split, join_decoding, multiplies_codes, split_decoding
 from fp8graph.passes.store_once import store_once
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
@@ -88,7 +87,6 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(find_attention, may_have_attention, reads=active_implementation),
     Pass(account, has_other_products),
     Pass(score, is_scored),
-    Pass(smooth, smooths),
     Pass(quantize),
     Pass(fold, has_stored_weights),
     Pass(share),

@@ -8,7 +8,7 @@ The gradient is then that of the forward that ran, as if quantization were the i
 rowwise copies are saved for backward, and not x; a tensor that several matmuls of backward read is decoded once.
 
 Refuses (reads the program's tensor) where fprop multiplies a matrix of another shape. ``assign`` refuses what is in
-high precision in forward, experts and smoothed inputs. A weight that arrives quantized is decoded by ``fold``.
+high precision in forward, and experts. A weight that arrives quantized is decoded by ``fold``.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def compared_texts(tree: ast.AST) -> Iterator[tuple[str, int]]:
 def test_no_code_compares_with_the_name_of_a_pass() -> None:
     """A pass leaves what others need in ``Compilation`` or in the metadata of nodes, and need not be known by name."""
     passes = names_of_passes()
-    assert {"smooth", "share_tokens", "find_attention"} <= passes
+    assert {"fold", "share_tokens", "find_attention"} <= passes
     compared = [
         f"{name}, line {line}: {text}"
         for name, file in MODULES.items()

@@ -235,7 +235,7 @@ def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
 
 
 def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
-    """What a graph of AOTAutograd writes into its inputs, by their positions."""
+    """Return what a graph of AOTAutograd writes into its inputs, by their positions."""
     (output,) = graph.find_nodes(op="output")
     described = zip(output.meta.get("desc") or (), cast("Sequence[Any]", output.args[0]), strict=True)
     written = ((getattr(each, "mutated_input", None), x) for each, x in described)

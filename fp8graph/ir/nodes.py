@@ -50,7 +50,6 @@ TAKEN_KEY: Final = "fp8graph_taken"  # node.meta of a spare input that a pass to
 CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs outside the graph
 NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
 GEMM_KEY: Final = "fp8graph_gemm"  # node.meta: the GEMM that the node belongs to, (index of its site, its name)
-RESCALED_KEY: Final = "fp8graph_rescaled"  # node.meta of a product of a tensor and scales that cancel in the GEMM
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node; "" while it runs
 DECIDED_KEY: Final = "fp8graph_decided"  # node.meta: the joint pipeline has seen the node
 NAMES_KEY: Final = "fp8graph_names"  # node.meta after lowering: names of the nodes before it that the node computes

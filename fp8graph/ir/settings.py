@@ -16,8 +16,6 @@ from fp8graph.hardware.speed import launches_are_replayed
 
 _DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, and compiled code depends on it
 
-_FORMER_NAMES: Final = {"group": "fuse_linears"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -84,12 +82,8 @@ class Settings:
 
     @staticmethod
     def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
-        """The settings among the keyword ``arguments`` of a function, removed from them, under today's names."""
-        given = {name: arguments.pop(name) for name in (*Settings.names(), *_FORMER_NAMES) if name in arguments}
-        for former, name in _FORMER_NAMES.items():
-            if former in given and name in given:
-                raise ConfigError(f"{former} is the former name of {name}: pass {name} alone.")
-        return {_FORMER_NAMES.get(name, name): value for name, value in given.items()}
+        """The settings among the keyword ``arguments`` of a function, removed from them."""
+        return {name: arguments.pop(name) for name in Settings.names() if name in arguments}
 
     @staticmethod
     def names() -> tuple[str, ...]:

@@ -1,9 +1,8 @@
 """The dialect's transforms of a tensor before it is quantized (``numerics/transforms.py``).
 
     hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x
-    smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
 
-NVFP4 and attention transform with Hadamard's matrix; linears whose recipe asks for it are smoothed.
+NVFP4 and attention transform with Hadamard's matrix.
 """
 
 from __future__ import annotations
@@ -22,14 +21,9 @@ def _shape_of_rotate(x: Tensor, _matrix: Tensor, _dim: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _shape_of_smoothing(x: Tensor) -> list[Tensor]:
-    return [x.new_empty((x.shape[1],)) for _ in range(2)]
-
-
 hadamard_matrix = define(
     "hadamard", "(Tensor like, int signs) -> Tensor", reference=transforms.hadamard, fake=_shape_of_hadamard
 )
 rotate = define(
     "rotate", "(Tensor x, Tensor matrix, int dim) -> Tensor", reference=transforms.rotate, fake=_shape_of_rotate
 )
-smoothing = define("smoothing", "(Tensor x) -> Tensor[]", reference=transforms.smoothing, fake=_shape_of_smoothing)

@@ -1,13 +1,10 @@
-"""Transforms of a tensor before it is quantized, which its GEMM undoes: Hadamard's, and smoothing.
+"""Hadamard's transform of a tensor before it is quantized, which its GEMM undoes.
 
-Hadamard's, with random signs: 16 numbers that one product contracts become 16 sums of all of them. Outliers are spread
+With random signs: 16 numbers that one product contracts become 16 sums of all of them. Outliers are spread
 over their group, so that 4 bits hold the group better. Both operands of a GEMM are transformed along its contraction
 dim, with the same orthogonal matrix, which cancels in the product: ``(a h) (b h)^T = a b^T``. Source: "Pretraining
 Large Language Models with NVFP4", arXiv 2509.25149; the matrix and its signs are those of Transformer Engine's
 ``custom_recipes/reference_nvfp4.py``.
-
-Smoothing: powers of two make all channels about equally large, and the weight that multiplies them is multiplied by
-the inverse. Source: "Scaling FP8 training to trillion-token LLMs", arXiv 2409.12517 (Smooth-SwiGLU).
 """
 
 from __future__ import annotations
@@ -17,12 +14,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.formats import amax_of
 from fp8graph.numerics.tiles import pad_to_multiple
 
 SIZE: Final = 16  # numbers that are transformed together
-_MOST: Final = 14  # powers of two
-_BIAS: Final = 127  # of FP32's exponents
 
 
 def hadamard(like: Tensor, signs: int) -> Tensor:
@@ -67,16 +61,3 @@ def rotate(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     if dim in (-1, x.ndim - 1):
         return result
     return result.movedim(-1, dim).clone(memory_format=torch.contiguous_format)
-
-
-def smoothing(x: Tensor) -> list[Tensor]:
-    """``[scale, scale_inv]``, each [columns] in x's dtype: powers of two, exact.
-
-    ``x`` [rows, columns] times ``scale`` has an amax from 1 to below 2 in each column, unless that takes a factor
-    beyond 2^14 or 2^-14.
-    """
-    bits = amax_of(x, -2).view(torch.int32)
-    exponent = torch.bitwise_and(torch.bitwise_right_shift(bits, 23), 255) - _BIAS  # floor(log2(amax))
-    exponent = exponent.clamp_min(-_MOST).clamp_max(_MOST)
-    scales = [torch.bitwise_left_shift(_BIAS + sign * exponent, 23).view(torch.float32) for sign in (-1, 1)]
-    return [scale.to(x.dtype) for scale in scales]

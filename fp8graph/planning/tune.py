@@ -330,11 +330,6 @@ def _candidates(recipes: Sequence[RecipeLike] | None, device: Hardware) -> tuple
     resolved = [(recipe, given) for recipe, given in resolved if recipe is not None]  # always a candidate
     if not resolved:
         raise ConfigError("tune(recipes=...): high precision is always a candidate; name some recipe.")
-    if smoothing := [recipe_text(recipe) for recipe, _ in resolved if recipe is not None and recipe.smooths]:
-        raise ConfigError(
-            f"tune(recipes=...): it does not measure what smooth_input=True changes, in {', '.join(smoothing)}. "
-            "Tune without it, and give such a recipe to down_proj by a rule of your own."
-        )
     labels = [given if isinstance(given, str) else recipe_text(recipe) for recipe, given in resolved]
     return [recipe for recipe, _ in resolved if recipe is not None], labels
 

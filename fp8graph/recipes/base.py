@@ -178,8 +178,6 @@ class Recipe:
                 raise self._bad(field.name, "True or False")
         if self.backward_override not in (None, "high_precision", "dequantized"):
             raise self._bad("backward_override", 'None, "high_precision" or "dequantized"')
-        if self.backward_override == "dequantized" and self.smooths:
-            raise self._bad("backward_override", "another one with smooth_input=True: fprop multiplies scaled channels")
         if self.backward_override is not None and self.quantizes_attention_backward:
             raise self._bad("backward_override", "None with attention_backward=True, which quantizes backward")
         epsilon = getattr(self, "amax_epsilon", 0.0)
@@ -212,11 +210,6 @@ class Recipe:
         return self
 
     @property
-    def smooths(self) -> bool:
-        """Whether the channels of an input are scaled to one size before it is quantized (``passes/smooth.py``)."""
-        return getattr(self, "smooth_input", False)
-
-    @property
     def rotates_qk(self) -> bool:
         """Whether q and k of an attention are transformed before they are quantized."""
         return getattr(self, "hadamard_qk", False)
@@ -235,11 +228,6 @@ class Recipe:
     def why_not_for_gemms(self) -> str:
         """The reason why no GEMM can have this recipe; "": some can."""
         return f"{self.only_for_attention}=True is for attention alone" if self.only_for_attention else ""
-
-    @property
-    def why_only_for_linears(self) -> str:
-        """The reason why nothing but linears can have this recipe; "": other sites can, too."""
-        return "smooth_input is for linears, whose weight takes the inverse scales" if self.smooths else ""
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         """The quantizer of ``operand`` under this recipe."""

@@ -45,10 +45,6 @@ class Float8CurrentScaling(AttentionFields):
         power_2_scale: clear the mantissa of the scale (round down).
         amax_epsilon: lower bound of the amax, in units of the tensor; ``0.0`` or a positive number.
         use_fast_accum: see :class:`Recipe`.
-        smooth_input: scale the channels of a linear's input to one size before it is quantized, by powers of two, and
-            the weight by the inverse (Smooth-SwiGLU, arXiv 2409.12517): for ``down_proj`` where SwiGLU's product has
-            outliers. The weight is then quantized in each step; wgrad is not accumulated in place
-            (``accumulate_wgrad``), and FSDP2 does not gather that weight in FP8. Not for fp16.
         hadamard_qk, attention_backward: for rules with ``op="attention"`` alone (docs/attention.md): rotate q and k
             before they are quantized; quantize backward's products, too, in emulation.
 
@@ -59,7 +55,6 @@ class Float8CurrentScaling(AttentionFields):
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
-    smooth_input: bool = False
 
     name: ClassVar[str] = "tensorwise"
 
@@ -140,8 +135,6 @@ class DelayedScaling(Recipe):
             compiled with one is not kept in torch's compile cache.
         reduce_amax: use the largest amax of all ranks if there is a process group; has no effect on one rank.
         use_fast_accum: see :class:`Recipe`.
-        smooth_input: see :class:`Float8CurrentScaling`. The amax of a smoothed input is about the same in every step,
-            so that no outlier is clipped by a scale from earlier steps; the weight takes its scale from its own amax.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -153,7 +146,6 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
-    smooth_input: bool = False
 
     name: ClassVar[str] = "delayed"
 
@@ -187,8 +179,7 @@ class DelayedScaling(Recipe):
         return Float8CurrentScaling(fp8_format=self.fp8_format)
 
     def quantizer(self, operand: OperandName) -> Quantizer:
-        own_amax = operand == "weight" and self.smooth_input  # scaled by the outliers of this step
-        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="tensor" if own_amax else "delayed")
+        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="delayed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,8 +187,6 @@ def _why_not_dequantized(site: Site, fprop: Decision) -> str:
         return "fprop is in high precision, and so is what it multiplies"
     if site.gemms[0].node.target in GROUPED:
         return "experts have scales per group of rows, which no decoding reads: backward reads the program's tensors"
-    if fprop.recipe.smooths:
-        return "fprop multiplies scaled channels (smooth_input): backward reads the program's tensors"
     return ""
 
 

@@ -172,8 +172,6 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
     if attention.packed:
         return "attention of packed sequences is found, not quantized"
     kind = SCALINGS[recipe.quantizer("input").scaling]
-    if of_linears := recipe.why_only_for_linears:
-        return of_linears
     if kind.has_state:
         return f"{recipe.name} has no scales for attention: the amaxes that it keeps are those of GEMMs"
     if kind.tiled:

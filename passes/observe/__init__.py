@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import fx
 
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, GraphFacts
-from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, RESCALED_KEY, gemms_behind, matmul_arguments, nodes
+from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
 from fp8graph.numerics.quantization import measuring_kwargs
@@ -74,10 +74,7 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
     for node in graph.nodes:
         if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
             results[node.meta[GEMM_KEY]] = node
-    return {
-        (position, gemm): next(filter(is_rescaled, node.users), node) if gemm == "wgrad" else node
-        for (position, gemm), node in results.items()
-    }
+    return results
 
 
 def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) -> None:
@@ -89,15 +86,14 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
     quantized = QuantizeNode(node)
     arguments, operand = quantized.arguments, node.meta[OPERAND_KEY]
     joined: dict[str, Any] = {"more": list(arguments.more), "dim": arguments.dim} if arguments.more is not None else {}
-    own = {**joined, "more": [*map(before_scaling, arguments.more)]} if arguments.more is not None else {}
-    measuring.tensor(before_scaling(arguments.x), names, operand, like=node, **own)
+    measuring.tensor(arguments.x, names, operand, like=node, **joined)
     if arguments.offs is not None or arguments.per_matrix:
         return
     recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(arguments.x)
     settings = {**measuring_kwargs(arguments), **joined}
     for layout in arguments.layouts:
         measuring.copy(arguments.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
-        measuring.what_if(before_scaling(arguments.x), names, operand, layout, recipe, device, like=node, **own)
+        measuring.what_if(arguments.x, names, operand, layout, recipe, device, like=node, **joined)
 
 
 def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
@@ -128,16 +124,6 @@ def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
     node = next(each.node for each in compilation.sites[position].gemms if each.gemm == gemm)
     recipe = compilation.decisions[node].recipe
     return recipe.name if recipe is not None else ""
-
-
-def is_rescaled(node: fx.Node) -> bool:
-    """Whether a pass made this product of a tensor and scales."""
-    return RESCALED_KEY in node.meta
-
-
-def before_scaling(node: fx.Node) -> fx.Node:
-    """The tensor whose channels were scaled to make ``node``; ``node`` if they were not."""
-    return cast(fx.Node, node.args[0]) if is_rescaled(node) else node
 
 
 def sites_of_gemm(position: int, gemm: str, compilation: Compilation) -> list[int]:

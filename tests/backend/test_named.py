@@ -42,7 +42,6 @@ def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
     [
         ({"inductor": [1]}, "option 'inductor' must be a dict of Inductor options, not [1]"),
         ({"inductor_options": {}}, "fp8graph has no option 'inductor_options'"),
-        ({"group": True, "fuse_linears": True}, "group is the former name of fuse_linears: pass fuse_linears alone"),
         ({"max_autotune": True}, 'Inductor\'s own options go into a dict: options={"inductor": {...}}'),
     ],
 )

@@ -126,7 +126,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
         linears=(Linear(inputs=32, outputs=16, bias=True), Linear(inputs=16, outputs=17)),
         dtype="float16",
         rules=(RuleSpec(pattern="*", recipe="tensorwise", op="matmul"),),
-        group=False,
+        fuse_linears=False,
         cache_weights=False,
         magnitude=4.0,
         seed=173,
@@ -149,7 +149,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
             RuleSpec(pattern="linears.*", recipe="delayed"),
             RuleSpec(pattern="*", recipe="rowwise_exact", op="matmul"),
         ),
-        group=False,
+        fuse_linears=False,
         cache_weights=False,
         seed=45,
     ),
@@ -174,7 +174,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
             RuleSpec(pattern="weights.1", recipe="rowwise", op="*", dgrad="rowwise"),
         ),
         recipe="tensorwise",
-        group=False,
+        fuse_linears=False,
         seed=231,
     ),
     # dgrad wants the weight padded otherwise: the second copy was made with the scale that the first had just recorded
@@ -184,7 +184,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
         outputs=(5,),
         linears=(Linear(inputs=3, outputs=3, trains=False),),
         recipe="delayed_recent",
-        group=False,
+        fuse_linears=False,
         cache_weights="update",
     ),
     # under delayed scaling the root's matmul and the first weight's layer had one row of state: one scale for both
@@ -234,7 +234,7 @@ PLANTED: Final = Program(
     linears=(Linear(inputs=33, outputs=48, bias=True), Linear(inputs=33, outputs=48)),
     weights=(Weight(shape=(48, 33)),),
     rules=(RuleSpec(pattern="*", recipe="tensorwise", op="matmul"),),
-    group=False,
+    fuse_linears=False,
 )
 
 

@@ -331,7 +331,7 @@ def run_program(*command: str, folders: tuple[Path, ...] = (), errors: bool = Fa
 def test_a_program_of_somebody_else_runs_under_the_module(tmp_path: Path) -> None:
     file = tmp_path / "train_it.py"
     file.write_text(PROGRAM, encoding="utf-8")
-    variables = {"ACCELERATE_FP8_RECIPE": "tensorwise"}
+    variables: dict[str, Any] = {"ACCELERATE_FP8_RECIPE": "tensorwise"}
     module = "fp8graph.integrations.accelerate"
     expected = "['--lr', '1'] FP8GRAPH ['None', 'tensorwise']\n"
     run_ = [["-m", module, str(file), "--lr", "1"], ["-m", module, "-m", "train_it", "--lr", "1"]]

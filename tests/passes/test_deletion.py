@@ -38,7 +38,6 @@ FEATURES = (
     "recognize.py",
     "route_in_fp8.py",
     "save_for_backward.py",
-    "smooth.py",
     "split_decoding.py",
     "unpack.py",
     "use_small_tiles.py",

@@ -191,7 +191,6 @@ def test_experts_read_their_own_tensors_and_strict_mode_knows() -> None:
     ("recipe", "fields", "message"),
     [
         (Float8CurrentScaling, {"backward_override": "bf16"}, 'None, "high_precision" or "dequantized"'),
-        (Float8CurrentScaling, {"backward_override": "dequantized", "smooth_input": True}, "scaled channels"),
         (
             Float8RowwiseScaling,
             {"backward_override": "high_precision", "attention_backward": True},

@@ -349,8 +349,3 @@ def test_a_second_product_of_the_same_probabilities_is_a_matmul() -> None:
     report = fp8graph.explain(Twice(), *x, policy=TENSORWISE, training=True)
     assert len({row.name for row in report.attention}) == 1
     assert report.graphs[0].after.count("= fp8graph.quantize(") == 3
-
-
-def test_smoothing_is_for_linears() -> None:
-    why = reason(sdpa(), *qkv(), policy=asking(Float8CurrentScaling(smooth_input=True)))
-    assert "smooth_input is for linears" in why

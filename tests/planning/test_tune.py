@@ -240,8 +240,3 @@ def test_without_a_gpu_the_target_is_said() -> None:
 def test_a_progress_bar(capsys: pytest.CaptureFixture[str], target: str) -> None:
     tune(Wide(layers=1), batches(1), recipes=["tensorwise"], target=target, progress=True)
     assert "measuring" in capsys.readouterr().err
-
-
-def test_smoothing_is_not_measured() -> None:
-    with pytest.raises(ConfigError, match="it does not measure what smooth_input=True changes"):
-        tune(Wide(), batches(1), recipes=["tensorwise", Float8CurrentScaling(smooth_input=True)], target="sm_90")

@@ -34,7 +34,6 @@ def test_defaults_are_transformer_engines() -> None:
         "backward_override": None,
         "power_2_scale": False,
         "amax_epsilon": 0.0,
-        "smooth_input": False,
         "hadamard_qk": False,
         "attention_backward": False,
     }
@@ -137,7 +136,6 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "amax_compute_algo": "max",
         "scaling_factor_compute_algo": None,
         "reduce_amax": True,
-        "smooth_input": False,
     }
     assert dataclasses.asdict(Float8RowwiseScaling()) == fast | {
         "fp8_format": Format.E4M3,
@@ -190,8 +188,8 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (DelayedScaling, {"amax_compute_algo": None}, "or a function"),
         (DelayedScaling, {"scaling_factor_compute_algo": "x"}, "a function or None"),
         (DelayedScaling, {"reduce_amax": 1}, "True or False"),
-        (DelayedScaling, {"smooth_input": "yes"}, "smooth_input='yes'.*True or False"),
-        (Float8CurrentScaling, {"smooth_input": None}, "True or False"),
+        (DelayedScaling, {"reduce_amax": "yes"}, "reduce_amax='yes'.*True or False"),
+        (Float8CurrentScaling, {"power_2_scale": None}, "True or False"),
         (DelayedScaling, {"fp8_format": Format.E5M2}, "no NVIDIA GPU multiplies E5M2 by E5M2"),
         (Float8RowwiseScaling, {"power_2_scale": 1}, "True or False"),
         (Float8RowwiseScaling, {"amax_epsilon": -1}, "a finite number"),

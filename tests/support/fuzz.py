@@ -110,7 +110,7 @@ class Program:
     dtype: Dtype = "float32"
     recipe: str = "tensorwise"
     rules: tuple[RuleSpec, ...] = ()
-    group: bool = True
+    fuse_linears: bool = True
     save: Literal["speed", "memory"] = "speed"
     cache_weights: bool | Literal["update"] = True
     magnitude: float = 1.0  # of the inputs

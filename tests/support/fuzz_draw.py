@@ -275,7 +275,7 @@ def programs(draw: Any, recipe: str) -> Program:
         dtype=builder.one_of(_DTYPES),
         recipe=recipe,
         rules=tuple(rules),
-        group=draw(strategies.booleans()),
+        fuse_linears=draw(strategies.booleans()),
         save=builder.one_of(("speed", "speed", "memory")),
         cache_weights=builder.one_of((True, "update", False)),
         magnitude=builder.one_of((1.0, 1.0, 0.05, 4.0)),

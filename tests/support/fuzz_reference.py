@@ -218,7 +218,7 @@ class Reference:
     def _site(self, fqn: str, index: int, step: Step, batched: bool, is_bmm: bool, n: int) -> Site:
         op = "matmul" if step.op in OF_ACTIVATIONS else "linear"
         recipes = {gemm: expected_recipe(self.program, fqn, op, gemm, batched) for gemm in GEMMS}
-        grouped = self.program.group and step.op == "linear" and step.sources in self.shared and n % 16 == 0
+        grouped = self.program.fuse_linears and step.op == "linear" and step.sources in self.shared and n % 16 == 0
         return Site(fqn=fqn, index=index, op=op, batched=batched, recipes=recipes, grouped=grouped, is_bmm=is_bmm)
 
     def end_of_step(self) -> None:
@@ -447,7 +447,7 @@ def check(program: Program, compiler: Any = "eager") -> list[Measured]:
     backend = fp8graph.Backend(
         program.policy(),
         compiler=compiler,
-        group=program.group,
+        fuse_linears=program.fuse_linears,
         save=program.save,
         cache_weights=program.cache_weights,
     )

@@ -173,13 +173,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/numerics/test_nvfp4.py",),
     ),
     Fault(
-        "smoothing enlarges outliers",
-        f"{_NUMERICS}/transforms.py",
-        "for sign in (-1, 1)]",
-        "for sign in (1, -1)]",
-        ("tests/passes/test_smooth.py",),
-    ),
-    Fault(
         "numbers at the limit count as overflows",
         f"{_NUMERICS}/stats.py",
         "source.abs() > limit",

@@ -66,7 +66,6 @@ FEATURES: dict[str, Feature] = {
         "|refresh_weights|weight_bytes",
         places=("passes/hoist_weights", "passes/gather_weights/"),
     ),
-    "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py", *TRANSFORMS)),
     "guard": Feature(
         names="[Gg]uard(s|ed|Settings)?|saved_guard",
         places=("passes/observe/guard.py", "passes/observe/findings.py"),

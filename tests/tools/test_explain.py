@@ -48,7 +48,7 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["explain", str(tmp_path), "--inference", "--graph", "after"]) == 0
     assert "fp8graph.scaled_mm(" in capsys.readouterr().out
     texts = list[str]()
-    for stage in ("assign", "smooth"):  # of a pass that this graph does not need: as the one before left it
+    for stage in ("assign", "score"):  # of a pass that this graph does not need: as the one before left it
         assert main(["explain", str(tmp_path), "--inference", "--graph", stage]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
