@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 import torch
@@ -99,10 +99,12 @@ def install(recipe: Any = None, policy: Any = None, *, in_place_of: str = "", **
 
     Args:
         recipe, policy, options: the fields of :class:`FP8GraphRecipeKwargs`.
-        in_place_of: "torchao" replaces torchao's handler too, which axolotl always passes for ``fp8: true``.
+        in_place_of: "torchao" replaces torchao's handler too, which axolotl always passes for ``fp8: true``. Without a
+            recipe or a policy, its recipe is taken, by the name that both libraries have for it.
 
     Raises:
-        ConfigError, UnsupportedRecipeError: (``ValueError``) as for these fields.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) as for these fields; and by the Accelerator, if the
+            replaced handler's casts are those of no recipe of torchao's.
     """
     if in_place_of not in ("", "torchao"):
         raise ConfigError(f"install(in_place_of=...) must be 'torchao' or '', not {in_place_of!r}.")
@@ -134,7 +136,7 @@ class _Connection:
             others = [type(each).__name__ for each in theirs if each not in replaced]
             elsewhere = os.environ.get(f"{_REGISTERED}BACKEND", "")
             if named or precision == "fp8" and not others and elsewhere.upper() in ("", "NO", _NAME):
-                own = [handler]
+                own = [_with_recipe_of(handler, replaced[0]) if replaced else handler]
                 if others:
                     _log.warning(_LEFT_OUT, ", ".join(others))
             else:
@@ -153,6 +155,23 @@ _UNUSED: Final = (
     "The program ended, and none of its Accelerators compiled with fp8graph: it made none with mixed_precision='fp8' "
     "after fp8graph.integrations.accelerate was installed."
 )
+
+
+def _with_recipe_of(handler: FP8GraphRecipeKwargs, replaced: Any) -> FP8GraphRecipeKwargs:
+    """Return the handler, with the recipe of torchao's handler that it replaces if it has none."""
+    if handler.recipe is not None or handler.policy is not None:
+        return handler
+    from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName
+
+    casts = [each.name for each in fields(Float8LinearConfig) if each.name.startswith("cast_config_")]
+    for name in Float8LinearRecipeName:
+        theirs = Float8LinearConfig.from_recipe_name(name)
+        if all(getattr(replaced.config, cast) == getattr(theirs, cast) for cast in casts):
+            return replace(handler, recipe=name.value)
+    raise ConfigError(
+        "the replaced AORecipeKwargs has casts of no recipe of torchao's: name one by install(recipe=...) or "
+        f"{_REGISTERED}RECIPE."
+    )
 
 
 def _check(accelerator: Accelerator) -> None:

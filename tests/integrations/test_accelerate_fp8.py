@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import AORecipeKwargs, DistributedType, TorchDynamoPlugin
 from torch import nn
+from torchao.float8 import CastConfig, Float8LinearConfig
 
 import fp8graph
 from accelerate_on_ranks import Run, forget_accelerators, trained
@@ -162,6 +164,25 @@ def test_another_librarys_handler_keeps_its_backend_unless_it_is_replaced(caplog
     install(in_place_of="torchao", **EAGER)
     host = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
     assert (host.fp8_backend, host.ao_recipe_handler) == ("FP8GRAPH", None)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_a_replaced_handlers_recipe_is_taken_unless_another_is_named(name: str) -> None:
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=True)
+    for ours, expected in ((None, name), ("blockwise", "blockwise")):
+        install(ours, in_place_of="torchao", **EAGER)
+        host = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=config)])
+        assert vars(host)["fp8_backend_recipe_handler"].recipe == expected
+        forget_accelerators()
+
+
+def test_a_replaced_handler_without_a_recipes_casts_asks_for_one() -> None:
+    mixed = Float8LinearConfig(cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn))
+    install(in_place_of="torchao", **EAGER)
+    with pytest.raises(ConfigError, match="casts of no recipe of torchao's: name one by install"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=mixed)])
+    install(policy={"default": "blockwise"}, in_place_of="torchao", **EAGER)
+    assert Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=mixed)]).fp8_enabled
 
 
 def test_the_name_of_llamafactorys_option_is_taken(
