@@ -50,6 +50,7 @@ RUNS: Final = (
 # libraries that train models, by their distributions, and the versions whose own code the tests ran
 HOSTS: Final = {
     "accelerate": "1.15.0",
+    "axolotl": "0.19.0",
     "deepspeed": "0.19.8",
     "lightning": "2.6.6",
     "llamafactory": "0.9.5",
@@ -57,6 +58,7 @@ HOSTS: Final = {
     "ray": "2.60.0",
     "torchtitan": "0.3.0",
     "trl": "1.16.0",
+    "veomni": "0.1.12",
     "verl": "0.9.1",
 }
 

@@ -40,6 +40,43 @@ class Host:
 
 
 HOSTS: Final[dict[str, Host]] = {
+    "axolotl": Host(  # its own pins, but of what is not needed to train
+        version="0.19.0",
+        tests=("tests/integrations/test_axolotl.py",),
+        pins=(
+            "accelerate",
+            "fsspec",
+            "huggingface_hub",
+            "peft",
+            "pydantic",
+            "pydantic_core",
+            "torchao",
+            "transformers",
+        ),
+        needs=(
+            "accelerate==1.13.0",
+            "addict",
+            "axolotl-contribs-lgpl==0.0.7",
+            "axolotl-contribs-mit==0.0.6",
+            "bitsandbytes",
+            "colorama",
+            "datasets==4.8.4",
+            "evaluate==0.4.1",
+            "fastcore",
+            "fire",
+            "numba",
+            "peft==0.20.0",
+            "posthog==6.7.11",
+            "pydantic==2.12.5",
+            "python-dotenv",
+            "torchao==0.17.0",
+            "transformers==5.16.1",
+            "triton",
+            "trl==1.9.0",
+            "wandb",
+        ),
+        alone=True,
+    ),
     "deepspeed": Host(version="0.19.8", tests=("tests/integrations/test_deepspeed.py",)),
     "llamafactory": Host(
         version="0.9.5",
@@ -56,6 +93,13 @@ HOSTS: Final[dict[str, Host]] = {
         needs=("torchao", "triton"),
     ),
     "trl": Host(version="1.16.0", tests=("tests/integrations/test_trl.py",), needs=("accelerate",)),
+    "veomni": Host(  # its package requires no transformers; its models are made of this one's
+        version="0.1.12",
+        tests=("tests/integrations/test_veomni.py",),
+        pins=("huggingface_hub", "tokenizers", "transformers"),
+        needs=("psutil", "transformers==5.9.0"),
+        alone=True,
+    ),
     "verl": Host(
         version="0.9.1",
         tests=("tests/integrations/test_verl.py",),
