@@ -11,11 +11,13 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
+from fp8graph import words
 from fp8graph.version import __version__
 
 # the extra of ours that brings an optional package
@@ -53,9 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names what was probably meant by a command or a choice that there is not: ``argparse`` of Python 3.14 can."""
+
+    def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += "." + words.did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands and what they take."""
-    main_parser = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
+    main_parser = _Parser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
     main_parser.add_argument("--version", action="version", version=f"fp8graph {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -84,7 +95,6 @@ def install(package: str) -> str | None:
 
 def demo(options: argparse.Namespace) -> int:
     """Train the same small Llama twice."""
-    _check_recipe(options.recipe)
     from fp8graph.tools.demo import run_demo
 
     settings = {name: getattr(options, name) for name in ("steps", "seed", "recipe", "compiler", "out")}
@@ -93,7 +103,6 @@ def demo(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Trace the model on the meta device, and print the report."""
-    _check_recipe(options.recipe)
     from fp8graph.backend.backend import Backend
 
     if options.html is not None:
@@ -146,7 +155,6 @@ def _has_rich() -> bool:
 
 def plan(options: argparse.Namespace) -> int:
     """Predict each mesh under each recipe."""
-    _check_recipe(options.recipe)
     from fp8graph import hardware, planning
     from fp8graph.backend.backend import Backend
     from fp8graph.errors import ConfigError
@@ -192,7 +200,6 @@ def tune(options: argparse.Namespace) -> int:
 
 def export(options: argparse.Namespace) -> int:
     """Write the folder, and show what is in it."""
-    _check_recipe(options.recipe)
     from fp8graph.errors import ConfigError
 
     if not options.overwrite and options.folder.is_dir() and any(options.folder.iterdir()):
@@ -251,8 +258,6 @@ def bench(options: argparse.Namespace) -> int:
     from fp8graph.errors import ConfigError
     from fp8graph.tools import bench
 
-    for recipe in options.recipe:
-        _check_recipe(recipe)
     if options.calibrate is not None and options.calibrate.suffix != ".json":
         raise ConfigError(f"{options.calibrate}: a calibration file must end in .json.")
     device = bench.fp8_gpu()
@@ -330,11 +335,18 @@ def _positive(text: str) -> int:
     return number
 
 
-def _check_recipe(name: str | None) -> None:
-    """Raise UnsupportedRecipeError before anything large is imported."""
-    from fp8graph.recipes import resolve_recipe
+def _recipe(name: str) -> str:
+    """The name of a recipe."""
+    if why := words.why_no_recipe(name):
+        raise argparse.ArgumentTypeError(why)
+    return name
 
-    resolve_recipe(name)
+
+def _target(name: str) -> str:
+    """The name of a device, or of a file with its speed, which is read later."""
+    if not name.endswith(words.CALIBRATION) and (why := words.why_no_target(name)):
+        raise argparse.ArgumentTypeError(why)
+    return name
 
 
 def _check_writable(path: Path, *endings: str) -> None:
@@ -412,8 +424,8 @@ _MODEL: Final[Arguments] = {
 # decides about each GEMM
 _POLICY: Final[Arguments] = {
     "--policy": dict(help="a policy file (.toml or .json)"),
-    "--recipe": dict(help="the recipe of the default policy"),
-    "--target": dict(help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ..."),
+    "--recipe": dict(type=_recipe, help="the recipe of the default policy"),
+    "--target": dict(type=_target, help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ..."),
 }
 # in the order of their use: look, choose, write and read checkpoints, measure
 COMMANDS: Final = (
@@ -423,7 +435,7 @@ COMMANDS: Final = (
         {
             "--steps": dict(type=_positive, default=150, help="training steps of each run (default 150)"),
             "--seed": dict(type=int, default=0),
-            "--recipe": dict(default="tensorwise", help="the FP8 recipe (default tensorwise)"),
+            "--recipe": dict(type=_recipe, default="tensorwise", help="the FP8 recipe (default tensorwise)"),
             "--compiler": dict(choices=("inductor", "eager"), default="inductor"),
             "--out": dict(type=Path, default=Path("fp8graph-demo"), help="folder for the plot"),
         },
@@ -463,8 +475,8 @@ COMMANDS: Final = (
         {
             "model": dict(type=Path, help="a folder with a causal language model and its tokenizer"),
             "--text": dict(type=Path, nargs="+", required=True, metavar="FILE", help="text like what it trains on"),
-            "--recipe": dict(nargs="+", help="the candidates (default: those that the target multiplies)"),
-            "--target": dict(help="the GPU to predict times for: sm_90, sm_100, ..."),
+            "--recipe": dict(type=_recipe, nargs="+", help="candidates (default: those that the target multiplies)"),
+            "--target": dict(type=_target, help="the GPU to predict times for: sm_90, sm_100, ..."),
             "--budget": dict(
                 type=float, default=0.5, help="share of the error that FP8 everywhere makes (default 0.5)"
             ),
@@ -485,7 +497,7 @@ COMMANDS: Final = (
         {
             "source": dict(type=Path, help="a folder with config.json and safetensors files in high precision"),
             "folder": dict(type=Path, help="the folder to write, which must not exist"),
-            "--recipe": dict(default="blockwise", help="(default blockwise)"),
+            "--recipe": dict(type=_recipe, default="blockwise", help="(default blockwise)"),
             "--policy": dict(type=Path, metavar="FILE", help="a policy file, in place of the default policy"),
             "--format": dict(default="auto", help="auto, fp8, compressed-tensors or modelopt (default auto)"),
             "--overwrite": dict(action="store_true", help="replace a checkpoint in the folder"),
@@ -512,7 +524,9 @@ COMMANDS: Final = (
         bench,
         "measure what FP8 gains on this GPU, and compare with the speed model's prediction",
         {
-            "--recipe": dict(nargs="+", default=["tensorwise", "rowwise"], help="(default tensorwise rowwise)"),
+            "--recipe": dict(
+                type=_recipe, nargs="+", default=["tensorwise", "rowwise"], help="(default tensorwise rowwise)"
+            ),
             "--calibrate": dict(
                 type=Path, metavar="FILE.json", help="measure the speed model's rates instead, for target=FILE"
             ),

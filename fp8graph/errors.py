@@ -6,13 +6,14 @@ instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keep
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch
 from torch._dynamo.exc import ShortenTraceback  # compat stands above errors
+
+from fp8graph.words import did_you_mean as did_you_mean
 
 __all__ = [
     "CheckpointError",
@@ -144,9 +145,3 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A sentence, with a space before it, that names what ``name`` was probably meant to be; or nothing."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

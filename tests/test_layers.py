@@ -14,7 +14,8 @@ PRODUCT = ROOT / "fp8graph"
 
 # A room imports from itself and from rooms of lower floors; rooms of one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version", "late"),
+    ("version", "late", "words"),
+    ("errors",),
     ("compat", "files", "records"),
     ("offline",),
     ("recipes",),

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8graph import words
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import amd, nvidia
 from fp8graph.hardware.amd import AMD
@@ -32,19 +33,13 @@ def from_target(target: str, device_name: str = "") -> Hardware:
     Raises:
         ConfigError: (a ``ValueError``) for anything else.
     """
-    if isinstance(target, str):
-        if target.endswith(".json"):
-            target, speed = Speed.load(target)
-            if (measured := _named(target)) is not None:  # on a machine that has it: of any architecture
-                return replace(measured, speed=speed)
-        elif (device := _named(target, device_name)) is not None:
-            if target.removesuffix("a") in device.architectures or target in device.architectures:
-                return device
-            raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(device.architectures)}.")
-    raise ConfigError(
-        f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}. "
-        "An H100 is 'sm_90', a B200 'sm_100', an RTX 5090 'sm_120', an MI300 'gfx942'."
-    )
+    if isinstance(target, str) and target.endswith(words.CALIBRATION):
+        target, speed = Speed.load(target)
+        if (measured := _named(target)) is not None:  # on a machine that has it: of any architecture
+            return replace(measured, speed=speed)
+    elif not words.why_no_target(target) and (device := _named(target, device_name)) is not None:
+        return device
+    raise ConfigError(words.why_no_target(target))
 
 
 def _named(target: str, device_name: str = "") -> Hardware | None:

@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from fp8graph import words
 from fp8graph.compat import torch_build
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
@@ -59,16 +60,11 @@ class AMD(Hardware):
     # MX: torch checks that sizes are multiples of 32 (v2), M and N of 16 and K of 128 (v1). These satisfy both.
     alignments = {"tensor": (1, 16, 16), "row": (1, 16, 16), "mxfp8": (32, 32, 128)}
     examples = ("gfx942", "gfx950")
-    architectures = tuple(
-        f"gfx{name}"
-        for name in "900 906 908 90a 940 941 942 950 1010 1012 1030 1031 1032 1034 1035 1036 1100 1101 1102 1103 "
-        "1150 1151 1152 1153 1200 1201".split()
-    )
     is_gpu = True
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
-        if not re.fullmatch(r"gfx[0-9a-f]{3,4}", target):
+        if not re.fullmatch(words.AMD.form, target):
             return None
         speed = of_device_name(device_name, BOARDS, _TYPICAL.get(target))
         return cls(name=target, scalings=_GEMMS.get(target, frozenset()), speed=speed)

@@ -13,6 +13,7 @@ from typing import ClassVar, Final, Self, cast
 import torch
 from torch import Tensor
 
+from fp8graph import words
 from fp8graph.compat import ops, torch_build
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import group_blocks, matmul
@@ -36,7 +37,6 @@ class Hardware:
     speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
 
     examples: ClassVar[tuple[str, ...]] = ()  # names of the vendor's devices, for texts and ``fp8graph doctor``
-    architectures: ClassVar[tuple[str, ...]] = ()  # all of the vendor's that a user may name
     alignments: ClassVar[Mapping[str, tuple[int, int, int]]] = {}  # by GEMM of torch._scaled_mm: see ``alignment``
     is_gpu: ClassVar[bool] = False
     multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
@@ -306,11 +306,10 @@ class CPU(Hardware):
     """
 
     examples = ("cpu",)
-    architectures = ("cpu",)
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
-        return cls.of_device(torch.device("cpu")) if target == "cpu" else None
+        return cls.of_device(torch.device("cpu")) if target in words.CPU.names else None
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:

@@ -14,6 +14,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from fp8graph import words
 from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
@@ -91,13 +92,12 @@ class NVIDIA(Hardware):
         **{"mxfp8": (1, 16, 32), "nvfp4": (1, 16, 32)},
     }
     examples = ("sm_89", "sm_90", "sm_100", "sm_120")
-    architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
     multiplies_groups = True
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
-        match = re.fullmatch(r"sm_(\d+)(\d)a?", target)
+        match = re.fullmatch(words.NVIDIA.form, target)
         if match is None:
             return None
         major, minor = int(match[1]), int(match[2])

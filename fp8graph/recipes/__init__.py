@@ -20,8 +20,6 @@ from fp8graph.recipes.base import (
     Scaling,
 )
 from fp8graph.recipes.recipe import (
-    HIGH_PRECISION,
-    RECIPE_NAMES,
     AmaxAlgorithm,
     DelayedScaling,
     Float8BlockScaling,
@@ -37,6 +35,7 @@ from fp8graph.recipes.recipe import (
     register_recipe,
     resolve_recipe,
 )
+from fp8graph.words import HIGH_PRECISION, RECIPE_NAMES
 
 __all__ = [
     "AmaxAlgorithm",

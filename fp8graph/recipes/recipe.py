@@ -4,8 +4,8 @@ A recipe answers one question, ``recipe.quantizer(operand)``: which FP8 type, an
 The names and defaults are Transformer Engine's (``transformer_engine.common.recipe``), so that a user
 who moves over keeps the numbers.
 
-To add a recipe, write a frozen dataclass with ``quantizer`` and put its name into the table at the end. If its scales
-are made in a new way, it also needs a ``Scaling`` (see ``numerics/scalings/``).
+To add a recipe, write a frozen dataclass with ``quantizer``, and put it into the table at the end, in the order of the
+names in ``fp8graph.words``. If its scales are made in a new way, it also needs a ``Scaling`` (``numerics/scalings/``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8graph.recipes.base import (
     Quantizer,
     Recipe,
 )
+from fp8graph.words import HIGH_PRECISION, RECIPE_NAMES, why_no_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,32 +368,18 @@ def has_code(recipe: Recipe) -> bool:
     return any(callable(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
 
 
-HIGH_PRECISION: Final = "high_precision"
-# Names that users type (NeMo's where it has one).
-_NAMES: dict[str, Recipe] = {
-    "tensorwise": Float8CurrentScaling(),
-    "rowwise": Float8RowwiseScaling(),
-    "rowwise_with_gw_hp": Float8RowwiseScaling(high_precision_wgrad=True),
-    "delayed": DelayedScaling(),
-    "blockwise": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-}
-RECIPE_NAMES: Final = tuple(_NAMES)
+_RECIPES: Final[tuple[Recipe, ...]] = (  # in the order of their names
+    Float8CurrentScaling(),
+    Float8RowwiseScaling(),
+    Float8RowwiseScaling(high_precision_wgrad=True),
+    DelayedScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+)
+_NAMES: dict[str, Recipe] = dict(zip(RECIPE_NAMES, _RECIPES, strict=True))
 _TYPES: Final[dict[str, type[Recipe]]] = {type(recipe).__name__: type(recipe) for recipe in _NAMES.values()}
 RecipeLike = Recipe | str | dict[str, Any] | None
-
-
-_NO_FP8: Final = f" For no FP8: {HIGH_PRECISION!r}, or None."
-_OTHER_WORDS: Final = {  # that other libraries use, or that name no way of scaling
-    **dict.fromkeys(("fp8", "float8", "auto", "default", "e4m3"), " Leave the recipe out: the device decides."),
-    **dict.fromkeys(("bf16", "bfloat16", "fp16", "fp32", "none", "off", "no"), _NO_FP8),
-    **dict.fromkeys(("current", "dynamic", "per_tensor", "per-tensor", "tensor"), " Did you mean 'tensorwise'?"),
-    **dict.fromkeys(("per_row", "per-row", "per_token", "per_channel", "axiswise"), " Did you mean 'rowwise'?"),
-    **dict.fromkeys(("block", "per_block", "per-block", "deepseek"), " Did you mean 'blockwise'?"),
-    "hybrid": " 'tensorwise' and 'delayed' have gradients in E5M2, as HYBRID does.",
-    "fp4": " Did you mean 'nvfp4'?",
-}
 
 
 def register_recipe(name: str, recipe: Recipe) -> None:
@@ -435,14 +422,13 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
         return value
     if isinstance(value, dict):
         return recipe_from_dict(value)
-    names = ", ".join(repr(n) for n in [*_NAMES, HIGH_PRECISION])
     if not isinstance(value, str):
+        names = ", ".join(repr(n) for n in [*_NAMES, HIGH_PRECISION])
         hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, Recipe) else ""
         raise UnsupportedRecipeError(f"{value!r} is not a recipe. Give a recipe object, one of {names}, or None.{hint}")
-    if value in _NAMES:
-        return _NAMES[value]
-    meant = _OTHER_WORDS.get(value.lower()) or did_you_mean(value.lower(), [*_NAMES, HIGH_PRECISION])
-    raise UnsupportedRecipeError(f"unknown recipe {value!r}.{meant} Available: {names}.")
+    if why := why_no_recipe(value, _NAMES):
+        raise UnsupportedRecipeError(why)
+    return _NAMES[value]
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:

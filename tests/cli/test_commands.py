@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fp8graph
-from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing
+from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing, parser
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,7 @@ from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing
         ),
         (["explain", "llama", "--class", "AutoModelForImageClassification"], "cannot build AutoModelForImageClass"),
         (["plan", "t5", "--mesh", "dp=2"], "plan predicts causal language models, and T5ForConditionalGeneration"),
-        (["explain", "llama", "--target", "sm_999"], "target: there is no 'sm_999'. Known: sm_70, "),
         (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
-        (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
-        (
-            ["explain", "llama", "--target", "h100"],
-            "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
-        ),
         (
             ["explain", "llama", "--seq", "16", "--graph", "nosuch"],
             "no stage 'nosuch'. Stages here: before, after, ",
@@ -47,7 +41,7 @@ from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing
         (["explain", "llama", "--html", "nosuch/page.html"], "nosuch/page.html: cannot be written"),
         (["tune", "nosuch", "--text", "x.txt", "--out", "nosuch/p.toml"], "nosuch/p.toml: cannot be written"),
         (["tune", "nosuch", "--text", "x.txt", "--plot", "p.docx"], "p.docx: must end in .png, .svg, .pdf."),
-        (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
+        (["explain", "llama", "--target", "nosuch.json"], "nosuch.json: not a calibration file"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,17 +52,48 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert all("cut to 2 layers" in line for line in error[:-1])
 
 
-@pytest.mark.slow
-def test_a_wrong_recipe_is_found_before_libraries_are_imported() -> None:
-    script = """
+WRONG = {
+    "--recipe foo": "argument --recipe: unknown recipe 'foo'. Available: 'tensorwise', ",
+    "--recipe rowise": "argument --recipe: unknown recipe 'rowise'. Did you mean 'rowwise'?",
+    "--recipe tensorwise bf16": "argument --recipe: unknown recipe 'bf16'. For no FP8: 'high_precision'",
+    "--target h100": "argument --target: target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
+    "--target sm_999": "argument --target: target: there is no 'sm_999'. Known: sm_70, ",
+}
+
+
+def test_wrong_recipes_and_targets_are_errors_before_torch_is_imported() -> None:
+    """Of an installed package, or an editable one: torch takes tens of seconds to be read from a slow disk."""
+    commands = ("demo", "explain llama", "plan llama --mesh dp=2", "tune a --text b", "export a b", "bench")
+    lines = [f"{command} {wrong}" for command in commands for wrong in WRONG if _takes(command, wrong)]
+    script = f"""
 import sys
 from fp8graph.cli import main
-for command in ("demo", "explain llama", "plan llama --mesh dp=2", "export a b"):
-    assert main([*command.split(), "--recipe", "foo"]) == 2
-assert not {"transformers", "matplotlib", "fp8graph.backend"} & {*sys.modules}
+for line in {lines}:
+    try:
+        main(line.split())
+    except SystemExit as done:
+        assert done.code == 2
+    assert "torch" not in sys.modules
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stderr.count("unknown recipe 'foo'") == 4
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    errors = [line for line in done.stderr.splitlines() if ": error: " in line]
+    assert len(errors) == len(lines)
+    for line, error in zip(lines, errors, strict=True):
+        assert WRONG[line[line.index("--re" if "--re" in line else "--ta") :]] in error
+
+
+def _takes(command: str, wrong: str) -> bool:
+    option, *values = wrong.split()
+    name = command.split()[0]
+    takes = {each.name: each.arguments for each in COMMANDS}[name].get(option)
+    return takes is not None and (len(values) == 1 or "nargs" in takes)
+
+
+def test_recipes_and_targets_that_exist_are_taken() -> None:
+    line = ["explain", "llama", "--recipe", "rowwise_with_gw_hp", "--target", "sm_90a"]
+    assert (parser().parse_args(line).recipe, parser().parse_args(line).target) == ("rowwise_with_gw_hp", "sm_90a")
+    assert parser().parse_args(["plan", "llama", "--mesh", "dp=2", "--target", "a.json"]).target == "a.json"
+    assert parser().parse_args(["tune", "a", "--text", "b", "--recipe", "mxfp8", "delayed"]).recipe[1] == "delayed"
 
 
 @pytest.mark.parametrize(("package", "extra"), [("rich", "cli"), ("transformers", "hf")])
@@ -78,8 +103,8 @@ def test_a_missing_extra(
     def absent(*_: Any) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    monkeypatch.setattr("fp8graph.recipes.resolve_recipe", absent)
-    assert main(["demo"]) == 2
+    monkeypatch.setattr("fp8graph.tools.doctor.machine", absent)
+    assert main(["doctor"]) == 2
     assert f'{package} is missing. Run: pip install "fp8graph[{extra}]"' in capsys.readouterr().err
 
 
@@ -122,6 +147,27 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: fp8graph" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["explian", "llama"], "explain"),
+        (["inpsect", "folder"], "inspect"),
+        (["bench", "recrod"], "record"),
+        (["demo", "--compiler", "inductr"], "inductor"),
+        (["completion", "bsh"], "bash"),
+        (["nothing-like-it"], None),
+    ],
+)
+def test_the_command_or_choice_that_was_meant_is_named(
+    arguments: list[str], meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "invalid choice: " in error
+    assert error.endswith(f" Did you mean {meant!r}?") if meant else "mean" not in error
 
 
 def test_help_is_quick() -> None:

@@ -58,7 +58,6 @@ def test_a_policy_is_written(folder: Path, tmp_path: Path, capsys: pytest.Captur
     ("more", "message"),
     [
         (["--seq", "500"], "the text has 400 tokens, fewer than one sequence of 500"),
-        (["--recipe", "nosuch"], "unknown recipe 'nosuch'"),
         (["--budget", "2"], "budget"),
         (["--text", "nosuch.txt"], "nosuch.txt: cannot be read as text"),
     ],

@@ -12,6 +12,7 @@ from fp8graph import (
     Float8CurrentScaling,
     Format,
     recipes,
+    words,
 )
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.recipes import recipe as named
@@ -94,7 +95,7 @@ def test_the_name_of_a_recipe() -> None:
 
 
 def test_other_words_lead_to_recipes_that_exist() -> None:
-    meant = [name for text in named._OTHER_WORDS.values() for name in re.findall("'(\\w+)'", text)]
+    meant = [name for text in words._OTHER_WORDS.values() for name in re.findall("'(\\w+)'", text)]
     assert {*meant} <= {*RECIPE_NAMES, "high_precision"}
     for name in ("tensorwise", "delayed"):
         assert getattr(resolve_recipe(name), "fp8_format", None) is Format.HYBRID
