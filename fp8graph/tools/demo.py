@@ -1,43 +1,70 @@
-"""``fp8graph demo``: trains one small Llama twice from the same seed, in bf16 and in FP8, and compares the two.
+"""``fp8graph demo``: trains one small Llama twice from the same seed, in bf16 or FP32 and in FP8, and compares the two.
 
-The training text is in every Python installation: the help topics of pydoc. Tokens are bytes, so nothing has to be
-downloaded.
+``demo_choice`` chooses the size, the type and the steps. The training text is in every Python installation: the help
+topics of pydoc. Tokens are bytes, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import matplotlib
 import plotext
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8graph.backend.backend import Backend
 from fp8graph.numerics import sqnr_db
+from fp8graph.tools.demo_choice import (
+    BATCH,
+    LAST_PART,
+    LEAST,
+    SECONDS,
+    SEQUENCE,
+    SIZES,
+    Compiler,
+    Dtype,
+    choose_compiler,
+    choose_size,
+    choose_steps,
+)
 
-SEQUENCE, BATCH = 128, 8
-LAST = 20  # losses that are averaged for the verdict
-TOLERANCE = 0.02  # relative difference of those averages
+PROBE_SECONDS: Final = 2.0  # of each type
+SAMPLE_SECONDS: Final = 8.0
+LINE_SECONDS: Final = 5.0  # between two lines about the training where there is no terminal
+LAST: Final = 20  # losses that are averaged for the verdict
+TOLERANCE: Final = 0.02  # relative difference of those averages
+DTYPES: Final[Mapping[Dtype, torch.dtype]] = {"bf16": torch.bfloat16, "FP32": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
-    """One training run: the model, its losses and its times."""
+    """One training run: the model, what was compiled of it, its times and its losses."""
 
+    name: str
     model: Any
-    losses: list[float]
+    compiled: Callable[..., Any]
     compile_seconds: float
-    train_seconds: float
+    step_seconds: float  # of a step before the training
+    losses: list[float] = field(default_factory=list[float])
+    train_seconds: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean of the last losses."""
+        return sum(self.losses[-LAST:]) / len(self.losses[-LAST:])
 
 
 def corpus() -> Tensor:
@@ -55,76 +82,155 @@ def batches(text: Tensor, steps: int, seed: int, size: int = BATCH) -> list[Tens
     return [torch.stack([text[s : s + SEQUENCE] for s in row.tolist()]) for row in starts]
 
 
-def build_model(seed: int, layers: int = 2, **sizes: int) -> Any:
-    """A Llama of 3.4 million parameters: grouped-query attention, SwiGLU, 256 byte tokens; ``sizes``: other ones."""
+def build_model(seed: int, layers: int = 2, *, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
+    """A Llama of the largest size (3.3 million parameters): ``SIZES[0]``, 256 byte tokens; ``sizes``: other ones."""
     torch.manual_seed(seed)
     values: dict[str, Any] = {
         "vocab_size": 256,
-        "hidden_size": 384,
-        "intermediate_size": 1024,
         "num_hidden_layers": layers,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
         "max_position_embeddings": SEQUENCE,
         "use_cache": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    values |= sizes
+    values |= dataclasses.asdict(SIZES[0]) | sizes
     config: Any = LlamaConfig(**values)
-    return LlamaForCausalLM(config).bfloat16()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
 
 
-def train(name: str, model: Any, backend: Any, data: Sequence[Tensor], console: Console) -> Run:
-    """Train ``model`` through ``torch.compile(backend=backend)``: AdamW, linear warm-up, cosine decay."""
+def rates(tokens: Tensor) -> dict[Dtype, float]:
+    """Weights times tokens per second of the largest model on this machine, forward and backward, by type.
+
+    ``tokens``: one sequence [1, SEQUENCE]. Larger batches are multiplied a little faster.
+    """
+    result: dict[Dtype, float] = {}
+    for name, dtype in DTYPES.items():
+        step = functools.partial(_gradients, build_model(0, dtype=dtype), tokens)
+        seconds = [_seconds(step)]
+        while len(seconds) < 3 or sum(seconds) < PROBE_SECONDS:  # others may use the machine: the best moment counts
+            seconds.append(_seconds(step))
+        result[name] = SIZES[0].weights * tokens.numel() / min(seconds)
+    return result
+
+
+def _gradients(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """Forward and backward; returns the loss."""
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> Run:
+    """Compile ``model`` through ``torch.compile(backend=backend)``, and time steps that change no weight."""
     compiled = torch.compile(model, backend=backend)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    warm_up = max(1, len(data) // 10)
-    rate = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, len(data) - warm_up), 1e-4),
-        ],
-        [warm_up],
+    compile_seconds = _seconds(lambda: _gradients(compiled, tokens))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    step_seconds = [_seconds(lambda: _step(compiled, optimizer, tokens)) for _ in range(3)]
+    return Run(
+        name=name,
+        model=model,
+        compiled=compiled,
+        compile_seconds=compile_seconds,
+        step_seconds=sorted(step_seconds)[1],
     )
-    started = time.perf_counter()
-    with console.status(f"{name}: compiling forward and backward (about a minute on two cores)"):
-        compiled(input_ids=data[0], labels=data[0]).loss.backward()
+
+
+def _step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+    """One training step; returns the loss."""
     optimizer.zero_grad()
-    compile_seconds = time.perf_counter() - started
-    losses: list[float] = []
-    started = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(name, total=len(data))
-        for tokens in data:
-            loss = compiled(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
+    loss = _gradients(compiled, tokens)
+    optimizer.step()
+    return loss.item()
+
+
+def train(
+    runs: Sequence[Run], data: Sequence[Tensor], advance: Callable[[str], None], is_late: Callable[[], bool]
+) -> None:
+    """Train the models of ``runs`` side by side, on the same batches: AdamW, linear warm-up, cosine decay.
+
+    Args:
+        advance: see :func:`progress`.
+        is_late: whether to stop before the last batch, once there are ``LEAST`` losses.
+    """
+    optimizers = [_optimizer(run.model, len(data)) for run in runs]
+    for step, tokens in enumerate(data, 1):
+        for run, (optimizer, rate) in zip(runs, optimizers, strict=True):
+            started = time.monotonic()
+            run.losses.append(_step(run.compiled, optimizer, tokens))
             rate.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            progress.update(task, advance=1, description=f"{name} loss {losses[-1]:.3f}")
-    train_seconds = time.perf_counter() - started
-    return Run(model=model, losses=losses, compile_seconds=compile_seconds, train_seconds=train_seconds)
+            run.train_seconds += time.monotonic() - started
+        losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+        advance(f"step {step} of {len(data)}: loss {losses}")
+        if step >= LEAST and is_late():
+            break
 
 
-def verdict(bf16: Sequence[float], fp8: Sequence[float]) -> tuple[float, bool]:
+def _optimizer(model: Any, steps: int) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    warm_up = max(1, steps // 10)
+    up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up)
+    down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up), 1e-4)
+    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [up, down], [warm_up])
+
+
+@contextlib.contextmanager
+def stage(name: str, console: Console) -> Generator[None]:
+    """Show work of unknown length: a moving line on a terminal, elsewhere its name."""
+    if console.is_terminal:
+        with console.status(name):
+            yield
+    else:
+        console.print(name, highlight=False, soft_wrap=True)
+        yield
+
+
+@contextlib.contextmanager
+def progress(steps: int, console: Console) -> Generator[Callable[[str], None]]:
+    """A function to call after each step, with a text about it: a bar on a terminal shows it, and the time left.
+
+    Elsewhere it prints a line when ``LINE_SECONDS`` have gone by since the last one.
+    """
+    if console.is_terminal:
+        with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("", total=steps)
+            yield lambda text: bar.update(task, advance=1, description=text)
+        return
+    started = last = time.monotonic()
+    done = 0
+
+    def line(text: str) -> None:
+        nonlocal done, last
+        done, now = done + 1, time.monotonic()
+        if now - last >= LINE_SECONDS:
+            last = now
+            left = (now - started) / done * (steps - done)
+            console.print(f"{text}, about {left:.0f} s left", highlight=False, soft_wrap=True)
+
+    yield line
+
+
+def verdict(plain: Sequence[float], fp8: Sequence[float]) -> tuple[float, bool]:
     """The relative difference of the mean of the last losses, and whether it is within the tolerance."""
-    a, b = (sum(losses[-LAST:]) / len(losses[-LAST:]) for losses in (bf16, fp8))
+    a, b = (sum(losses[-LAST:]) / len(losses[-LAST:]) for losses in (plain, fp8))
     difference = (b - a) / a
     return difference, abs(difference) <= TOLERANCE
 
 
-def plot_png(bf16: Sequence[float], fp8: Sequence[float], path: Path) -> None:
+def plot_png(plain: Run, fp8: Run, path: Path) -> None:
     """Both loss curves in one picture."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(bf16, label="bf16", linewidth=2.5, alpha=0.6)
-    axes.plot(fp8, label="FP8", linewidth=1.2)
+    axes.plot(plain.losses, label=plain.name, linewidth=2.5, alpha=0.6)
+    axes.plot(fp8.losses, label=fp8.name, linewidth=1.2)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="The same Llama, the same seed")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -132,24 +238,28 @@ def plot_png(bf16: Sequence[float], fp8: Sequence[float], path: Path) -> None:
     pyplot.close(figure)
 
 
-def plot_terminal(bf16: Sequence[float], fp8: Sequence[float], width: int) -> str:
+def plot_terminal(plain: Run, fp8: Run, width: int) -> str:
     """Both loss curves as text."""
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(min(width - 2, 100), 18)
-    plotext.plot(list(range(len(bf16))), list(bf16), label="bf16", marker="o")
-    plotext.plot(list(range(len(fp8))), list(fp8), label="FP8", marker="x")
+    for run, marker in ((plain, "o"), (fp8, "x")):
+        steps = [step for step, loss in enumerate(run.losses) if math.isfinite(loss)]
+        if steps:  # plotext draws neither NaN nor nothing
+            plotext.plot(steps, [run.losses[step] for step in steps], label=run.name, marker=marker)
     plotext.xlabel("step")
     plotext.title("loss (nats per byte)")
     return plotext.uncolorize(str(plotext.build()))
 
 
-def sample(model: Any, prompt: str, length: int, seed: int) -> str:
-    """Text from ``model``, one byte after the other, at temperature 0.7."""
+def sample(model: Any, prompt: str, length: int, seed: int, seconds: float) -> str:
+    """Text from ``model``, one byte after the other, at temperature 0.7: ``length`` bytes, or for some seconds."""
     torch.manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode())])
+    started = time.monotonic()
     with torch.no_grad():
-        for _ in range(length):
+        while length and time.monotonic() - started < seconds:
+            length -= 1
             logits = model(input_ids=tokens[:, -SEQUENCE:]).logits[0, -1].float()
             choice = torch.multinomial(torch.softmax(logits / 0.7, -1), 1)
             tokens = torch.cat([tokens, choice[None]], dim=1)
@@ -158,65 +268,103 @@ def sample(model: Any, prompt: str, length: int, seed: int) -> str:
 
 def run_demo(
     *,
-    steps: int,
+    steps: int | None,
     seed: int,
     recipe: str,
-    compiler: Any,
+    compiler: Compiler | None,
     out: Path,
+    started: float,
     judge: Callable[[Sequence[float], Sequence[float]], tuple[float, bool]] = verdict,
 ) -> int:
-    """Run the demo and print the results; returns the exit code: 1 if the two runs differ too much."""
-    console = Console()
-    backend = Backend(recipe=recipe, compiler=compiler)
+    """Run the demo and print the results; returns the exit code: 1 if the two runs differ too much.
+
+    Args:
+        steps, compiler: None: chosen so that it ends in three minutes (``demo_choice``).
+        started: the value of ``time.monotonic()`` when the command was started.
+    """
+    console, errors = Console(), Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
-    data = batches(corpus(), steps, seed)
-    parameters = sum(p.numel() for p in build_model(seed).parameters())
+    text = corpus()
+
+    def left() -> float:
+        return SECONDS - (time.monotonic() - started)
+
     console.print(
-        f"[bold]fp8graph demo[/]: a Llama of {parameters / 1e6:.1f} million parameters, {steps} steps of "
-        f"{BATCH} x {SEQUENCE} bytes of Python's help texts, in bf16 and in FP8 ({recipe}).\n"
-        "On a CPU this shows the numbers, not the speed: FP8 is slower than bf16 there."
+        f"[bold]fp8graph demo[/]: a small Llama learns Python's help texts twice from one seed, in high precision and "
+        f"in FP8 ({recipe}).\nOn a CPU this shows the numbers, not the speed: FP8 is slower there.",
+        soft_wrap=True,
     )
-    plain: Any = "inductor" if compiler == "inductor" else "aot_eager"
-    with quiet():
-        bf16 = train("bf16", build_model(seed), plain, data, console)
-        fp8 = train("FP8 ", build_model(seed), backend, data, console)
+    with quiet(), stage("timing bf16 and FP32 (of about three minutes)", errors):
+        speed = rates(batches(text, 1, seed, 1)[0])
+    size, dtype = choose_size(speed, left(), steps)
+    build = functools.partial(build_model, seed, dtype=DTYPES[dtype], **dataclasses.asdict(size))
+    parameters = sum(p.numel() for p in build().parameters())
+    console.print(
+        f"Chosen for this machine: {parameters / 1e6:.1f} million parameters in {dtype} (FP32 is "
+        f"{speed['FP32'] / speed['bf16']:.1f} times as fast as bf16 here).",
+        highlight=False,
+        soft_wrap=True,
+    )
+    first = batches(text, 1, seed)[0]
+    plain_backend: Any = "aot_eager" if compiler == "eager" else "inductor"
+    with quiet(), stage(f"compiling forward and backward of {dtype}", errors):
+        plain = prepare(dtype, build(), plain_backend, first)
+    compiler = compiler or choose_compiler(plain.compile_seconds, plain.step_seconds, left())
+    backend = Backend(recipe=recipe, compiler=compiler)
+    with quiet(), stage("compiling forward and backward of FP8", errors):
+        fp8 = prepare("FP8", build(), backend, first)
+    pair = plain.step_seconds + fp8.step_seconds
+    fixed = steps is not None
+    steps = steps or choose_steps(pair, left())
+    console.print(
+        f"Chosen: {steps} steps of {BATCH} x {SEQUENCE} bytes in {dtype} and in FP8"
+        f"{', node by node' if compiler == 'eager' else ''}: about {steps * pair:.0f} s.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    data = batches(text, steps, seed)
+    with quiet(), progress(steps, errors) as advance:
+        train((plain, fp8), data, advance, lambda: not fixed and left() < LAST_PART)
+    if (trained := len(fp8.losses)) < steps:
+        console.print(f"Stopped after {trained} steps: this machine became slower.")
 
     console.rule("What runs in FP8, and why the rest does not")
     console.print(str(backend.report), markup=False, highlight=False, soft_wrap=True)
     backend.report.check()
 
     console.rule("Loss")
-    console.print(plot_terminal(bf16.losses, fp8.losses, console.width), markup=False, highlight=False)
+    console.print(plot_terminal(plain, fp8, console.width), markup=False, highlight=False)
     picture = out / "loss.png"
-    plot_png(bf16.losses, fp8.losses, picture)
+    plot_png(plain, fp8, picture)
     console.print(f"wrote {picture}")
 
     with torch.no_grad():
         reference = fp8.model(input_ids=data[-1]).logits
         with quiet():
             quantized = torch.compile(fp8.model, backend=Backend(recipe=recipe, compiler="eager"))(input_ids=data[-1])
-    difference, good = judge(bf16.losses, fp8.losses)
+    difference, good = judge(plain.losses, fp8.losses)
     console.rule("Result")
-    for name, run in (("bf16", bf16), ("FP8 ", fp8)):
-        mean = sum(run.losses[-LAST:]) / len(run.losses[-LAST:])
+    for run in (plain, fp8):
         console.print(
-            f"{name}  mean of the last {min(LAST, steps)} losses {mean:.4f}   "
-            f"compile {run.compile_seconds:.0f} s, {steps} steps {run.train_seconds:.0f} s",
+            f"{run.name:4}  mean of the last {min(LAST, trained)} losses {run.mean:.4f}   "
+            f"compile {run.compile_seconds:.0f} s, {trained} steps {run.train_seconds:.0f} s",
             highlight=False,
         )
-    console.print(f"difference {difference:+.2%} (at most {TOLERANCE:.0%} is fine)", highlight=False)
+    console.print(
+        f"difference of FP8 from {dtype} {difference:+.2%} (at most {TOLERANCE:.0%} is fine)", highlight=False
+    )
     # Most of a trained model's logits is their mean over all tokens, which survives any rounding.
     common = reference.float().mean((0, 1))
     varying = sqnr_db(reference - common, quantized.logits - common)
     console.print(
-        "logits of the FP8-trained model, FP8 against bf16: SQNR "
+        f"logits of the FP8-trained model, FP8 against {dtype}: SQNR "
         f"{sqnr_db(reference, quantized.logits):.1f} dB, {varying:.1f} dB without their mean over all tokens",
         highlight=False,
     )
     console.rule("A sample from the FP8-trained model")
-    console.print(sample(fp8.model, "The ", 240, seed), markup=False, highlight=False)
+    console.print(sample(fp8.model, "The ", 240, seed, SAMPLE_SECONDS), markup=False, highlight=False)
     if not good:
-        console.print("[bold red]FP8 and bf16 losses differ too much.[/]")
+        console.print(f"[bold red]FP8 and {dtype} losses differ too much.[/]")
     return 0 if good else 1
 
 
