@@ -221,7 +221,7 @@ class Policy:
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
         keys = {"default", "extends", "keep_heads", "min_speedup", "rules"}
-        check_keys("policy", values, {*keys, *WATCH})
+        check_keys("policy", values, {*keys, *WATCH}, hint=_smallest())
         if tables := [f"[{name}]" for name in WATCH if name in values]:
             _log.warning(
                 '%s of a policy file is for Backend(path) and options={"policy": path}: a Policy holds rules alone.',
@@ -313,10 +313,18 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         values = json.loads(text) if file.suffix == ".json" else _toml_values(text)
     except (ValueError, RecursionError) as error:  # both decoders' errors
         kind = "JSON" if file.suffix == ".json" else "TOML"
-        raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
+        yaml = " YAML is not read." if file.suffix in (".yaml", ".yml") else ""
+        raise PolicyError(f"policy file {file}: malformed {kind}: {error}.{yaml}{_smallest()}") from None
     if not isinstance(values, dict):
-        raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r}.")
+        raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r:.100}.{_smallest()}")
     return cast(dict[str, Any], values)
+
+
+def _smallest() -> str:
+    """A sentence, with a space before it, that shows the smallest policy that has a rule, as a file."""
+    values = {"rules": [Rule("*.o_proj", "rowwise").to_dict()]}
+    toml = "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
+    return f" A policy is a table of rules: {toml} in TOML, {json.dumps(values)} in JSON."
 
 
 def text_of_file(file: Path, most: int = _MOST_BYTES) -> str:

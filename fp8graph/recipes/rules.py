@@ -271,12 +271,12 @@ def recipe_text(recipe: GemmRecipe) -> str:
     return f"{type(recipe).__name__}({arguments})"
 
 
-def check_keys(where: str, values: object, names: set[str]) -> None:
+def check_keys(where: str, values: object, names: set[str], *, hint: str = "") -> None:
     if not isinstance(values, Mapping):
         raise PolicyError(f"{where}: expected a table, not {values!r}.")
     if unknown := sorted(str(k) for k in cast(Mapping[str, Any], values).keys() - names):
         meant = did_you_mean(unknown[0], names)
-        raise PolicyError(f"{where}: unknown key {unknown[0]!r}.{meant} Known: {', '.join(sorted(names))}.")
+        raise PolicyError(f"{where}: unknown key {unknown[0]!r}.{meant} Known: {', '.join(sorted(names))}.{hint}")
 
 
 def rule_from_dict(index: int, values: Any) -> Rule:

@@ -268,6 +268,37 @@ def test_bad_files_say_which_file_and_what(tmp_path: Path, name: str, text: str,
     assert isinstance(caught.value, ValueError)
 
 
+YAML = "default: rowwise\nrules:\n  - pattern: lm_head\n    recipe: high_precision\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.yaml", YAML, "malformed TOML: .*. YAML is not read. A policy"),
+        ("p.yml", "- lm_head\n- rowwise\n", "malformed TOML: .*. YAML is not read. A policy"),
+        ("p.toml", YAML, r"malformed TOML: [^.]*\. A policy"),
+        ("p.json", "{'rules': []}", "malformed JSON: .*. A policy"),
+        ("p.json", '["lm_head"]', r"expected a table of rules, not \['lm_head'\]. A policy"),
+        ("p.json", '"rowwise"', "expected a table of rules, not 'rowwise'. A policy"),
+        ("p.json", '{"layers": ["lm_head"]}', "unknown key 'layers'. Known: .*. A policy"),
+        ("p.toml", "rule = []", "unknown key 'rule'. Did you mean 'rules'.*. A policy"),
+        ("p.toml", "[quantization]\nrecipe = 'rowwise'", "unknown key 'quantization'. Known: .*. A policy"),
+    ],
+)
+def test_a_file_that_is_no_policy_shows_the_smallest_one(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(
+        fp8graph.PolicyError, match=f"policy file .*{name}: .*{message} is a table of rules: "
+    ) as caught:
+        Policy.load(tmp_path / name)
+    toml, json = str(caught.value).partition(" is a table of rules: ")[2].removesuffix(" in JSON.").split(" in TOML, ")
+    policies: list[Policy] = []
+    for suffix, example in (("toml", toml), ("json", json)):
+        (tmp_path / f"example.{suffix}").write_text(example)
+        policies.append(Policy.load(tmp_path / f"example.{suffix}"))
+    assert policies == [Policy([Rule("*.o_proj", "rowwise")])] * 2
+
+
 @pytest.mark.parametrize("name", ["nosuch.toml", "folder", "latin1.toml"])
 def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
