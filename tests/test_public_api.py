@@ -77,7 +77,7 @@ def test_a_backend_shows_its_arguments() -> None:
         "Arguments: policy, recipe, observe, guard, strict"
     )
     with pytest.raises(TypeError, match=re.escape(message)):
-        Backend(cache_weigths=False)
+        Backend(cache_weigths=False)  # pyright: ignore[reportCallIssue]
 
 
 def test_explain_shows_the_program_that_will_run() -> None:

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, Unpack
 
 import torch
 from torch import fx
@@ -33,7 +33,7 @@ from fp8graph.backend.inductor_passes import (
 )
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
-from fp8graph.ir.settings import Settings, choices
+from fp8graph.ir.settings import Settings, SettingsArguments, choices
 from fp8graph.passes import METHODS, STORES, BackendMethods
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import current_region
@@ -47,6 +47,13 @@ from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, load
 from fp8graph.runtime.stores import Services, Store
 
 _Store = TypeVar("_Store", bound=Store)
+
+
+class BackendArguments(SettingsArguments, total=False):
+    """The keyword arguments of :class:`Backend` but for ``recipe``."""
+
+    observe: Mapping[str, Any] | None
+    guard: Mapping[str, Any] | None
 
 
 class Backend(BackendMethods):
@@ -79,11 +86,12 @@ class Backend(BackendMethods):
         policy: PolicyLike | None = None,
         *,
         recipe: RecipeLike = None,
-        **settings: Any,
+        **settings: Unpack[BackendArguments],
     ) -> None:
-        arguments = Settings.taken_from(settings)
-        of_methods = {name: settings.pop(name, None) for name in METHODS}
-        if unknown := sorted(settings):
+        others: dict[str, Any] = {**settings}
+        arguments = Settings.taken_from(others)
+        of_methods = {name: others.pop(name, None) for name in METHODS}
+        if unknown := sorted(others):
             names = ("policy", "recipe", *METHODS, *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], names)}")
         self.settings: Final = Settings(**arguments)

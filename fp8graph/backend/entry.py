@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Unpack
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from fp8graph.backend.compiled_graph import graphs_of
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError, expect
-from fp8graph.ir.settings import Settings, arguments_of, choices
+from fp8graph.ir.settings import Settings, SettingsArguments, arguments_of, choices
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
 from fp8graph.runtime.staleness import optimizer_steps
@@ -126,6 +126,21 @@ def refresh_weights(backend: Backend | Any) -> None:
     holder.refresh_weights()
 
 
+class CompileArguments(SettingsArguments, total=False):
+    """The other keyword arguments of :func:`compile`: those of ``torch.compile`` in any version that has them."""
+
+    fullgraph: bool
+    dynamic: bool | None
+    mode: str | None
+    options: Mapping[str, Any] | None
+    name: str | None
+    disable: bool
+    recompile_limit: int | None
+    isolate_recompiles: bool
+    shapes_spec: Any
+    dynamic_shapes: Any
+
+
 def compile(  # noqa: A001  (the public name is torch's)
     model: nn.Module,
     policy: PolicyLike | None = None,
@@ -135,7 +150,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     guard: Mapping[str, Any] | None = None,
     regions: Regions | Literal[Undecided.UNDECIDED] | None = UNDECIDED,
     backend: Backend | None = None,
-    **kwargs: Any,
+    **kwargs: Unpack[CompileArguments],
 ) -> nn.Module:
     """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
 
@@ -166,16 +181,17 @@ def compile(  # noqa: A001  (the public name is torch's)
             'For a function: torch.compile(function, backend="fp8graph").'
         )
     torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
-    settings = Settings.taken_from(kwargs)
-    if unknown := sorted(kwargs.keys() - {*torchs}):
+    others: dict[str, Any] = {**kwargs}
+    settings = Settings.taken_from(others)
+    if unknown := sorted(others.keys() - {*torchs}):
         names = ("policy", "recipe", "observe", "guard", "regions", "backend", *Settings.names(), *torchs)
         raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], names)}")
-    expect("fp8graph.compile", "options", kwargs.get("options") or {}, Mapping, "a dict of options, or None")
+    expect("fp8graph.compile", "options", others.get("options") or {}, Mapping, "a dict of options, or None")
     for name in ("dynamic", "fullgraph"):
-        expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
+        expect("fp8graph.compile", name, others.get(name), (bool, type(None)), "True, False or None")
     own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
-    beside = own | settings | {"mode": kwargs.pop("mode", None)}
-    options: dict[str, Any] = dict(kwargs.pop("options", None) or {})
+    beside = own | settings | {"mode": others.pop("mode", None)}
+    options: dict[str, Any] = dict(others.pop("options", None) or {})
     for name, value in beside.items():
         option = "inductor" if name == "inductor_options" else name
         if value is not None and option in options:
@@ -204,11 +220,11 @@ def compile(  # noqa: A001  (the public name is torch's)
         )
     codes: dict[object, CodeType] = {}
     for module in compiled:
-        _compile_in_place(module, backend, kwargs, named=module is model, codes=codes)
+        _compile_in_place(module, backend, others, named=module is model, codes=codes)
     if model not in compiled:  # bound in its copies, too
         _compile_in_place(model, backend, None)
     by_eager = backend.settings.compiler == "eager"
-    if regions is UNDECIDED and not (by_eager or kwargs.get("fullgraph") or backend.settings.cuda_graphs):
+    if regions is UNDECIDED and not (by_eager or others.get("fullgraph") or backend.settings.cuda_graphs):
         wrappers.before_calls(model, _LongCompile(backend, model))
     return model
 

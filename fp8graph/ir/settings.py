@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 from fp8graph import hardware
 from fp8graph.compat import inductor
@@ -21,7 +21,7 @@ _DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, a
 class Settings:
     """The arguments of a :class:`~fp8graph.Backend`, and the options of ``torch.compile(backend="fp8graph")``.
 
-    To add an option, add a field here and read it where it matters.
+    To add an option, add a field here and in ``SettingsArguments``, and read it where it matters.
 
     Args:
         strict: raise :class:`~fp8graph.Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
@@ -122,6 +122,21 @@ class Settings:
     def decisions(self) -> dict[str, Any]:
         """The settings that decide how graphs are rewritten: equal on all ranks, part of the key of compiled code."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+
+
+class SettingsArguments(TypedDict, total=False):
+    """The fields of :class:`Settings` as keyword arguments, for editors and type checkers."""
+
+    strict: bool
+    compiler: Literal["inductor", "eager"]
+    inductor_options: Mapping[str, Any] | None
+    target: str | None
+    cache_weights: bool | Literal["update"]
+    save: Literal["speed", "memory"]
+    save_activations_in_fp8: bool
+    fuse_linears: bool
+    accumulate_wgrad: bool
+    small_tiles: bool
 
 
 def choices(what: str, name: str, names: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def test_compile_takes_every_setting() -> None:
     assert (settings.save, settings.fuse_linears, settings.compiler) == ("memory", False, "eager")
     assert settings.inductor == {"max_autotune": True}
     with pytest.raises(ConfigError, match="save must be one of speed, memory"):
-        fp8graph.compile(nn.Linear(16, 16), save="disk")
+        fp8graph.compile(nn.Linear(16, 16), save="disk")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("given", [nn.Linear, torch.relu])

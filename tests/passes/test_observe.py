@@ -19,7 +19,8 @@ def observed_view(
 ) -> GraphView:
     """The variant of the only graph that measures."""
     torch._dynamo.reset()
-    backend = Backend(policy, compiler="eager", **(settings or {}))
+    arguments: dict[str, Any] = settings or {}
+    backend = Backend(policy, compiler="eager", **arguments)
     backend.observe(every=1, what_if=what_if, **asked)
     compiled = torch.compile(module, backend=backend)
     compiled(*args)

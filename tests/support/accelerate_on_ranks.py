@@ -134,7 +134,8 @@ def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _by_hand(rank: int, run: Run, model: Any) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    fp8graph.compile(model, regions="auto", **(run.fp8 or {}))
+    settings: dict[str, Any] = run.fp8 or {}
+    fp8graph.compile(model, regions="auto", **settings)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
