@@ -45,7 +45,7 @@ def why_no_kernel(device: Hardware, head_size: int | None) -> str | None:
     Source: ``_fa3_common_support_error`` in torch/nn/attention/_fa3.py; ``mha_fwd`` in hopper/flash_api.cpp of
     flash-attention: heads of a multiple of 16 elements, at most 256.
     """
-    if _DEVICE not in device.architectures:
+    if device.from_target(_DEVICE) is None:
         return f"{device.name} has no FP8 attention in torch"
     if device.name.removesuffix("a") != _DEVICE:
         return f"torch's FP8 attention is FlashAttention-3, for {_DEVICE} only; this is {device.name}"
@@ -61,7 +61,7 @@ def why_no_kernel(device: Hardware, head_size: int | None) -> str | None:
 
 def attend(q: Tensor, *args: Any) -> Tensor:
     """:func:`attend_in_torch`, on the kernel where the device of ``q`` may have it."""
-    if _DEVICE in vendor_of(q.device).architectures:
+    if vendor_of(q.device).from_target(_DEVICE) is not None:
         return attention.quantized_attention(q, *args)
     return attend_in_torch(q, *args)
 

@@ -40,7 +40,7 @@ def bf16(model: nn.Module, compiler: str) -> None:
 def fp8(recipe: Any, rules: Sequence[Rule] = (), **settings: Any) -> Compile:
     """fp8graph with its defaults but ``rules`` and ``settings``; else heads and routers stay in bf16."""
 
-    def compiled(model: nn.Module, compiler: str) -> Backend:
+    def compiled(model: nn.Module, compiler: Any) -> Backend:
         policy = Policy(list(rules), default=recipe, extends="default")
         options = dict(COLD) if compiler == "inductor" else None
         return backend_of(
