@@ -10,7 +10,7 @@ partitioner, on the forward and on the backward graph. Every dialect node except
 (``ops.stays``) is lowered; a node that cannot be traced is an error.
 
 Each node of the lowered graph carries the names of the nodes that it computes (``NAMES_KEY``): its own, or that of the
-dialect node that it was made for, and of the result that it is. Kernels are told by them in the report.
+dialect node that it was made for, and of the result that it is. The report attributes kernels by these names.
 """
 
 from __future__ import annotations

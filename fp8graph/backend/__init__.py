@@ -77,8 +77,8 @@ class NamedBackend:
         """
         for twice in self._given.keys() & arguments.keys():
             raise ConfigError(
-                f"backend {self.__name__!r}: the name gives the {twice}, and so does the argument {twice!r}. Leave the "
-                'argument out, or write "fp8graph".'
+                f"backend {self.__name__!r} already sets {twice}: leave out the argument {twice!r}, or write "
+                'backend="fp8graph".'
             )
         return Backend(**self._given, **arguments)
 

@@ -357,7 +357,7 @@ class CompiledGraph:
         _forget(self._services, findings)
 
     def _arrived(self, args: Sequence[Any]) -> dict[int, Any]:
-        """The parameters that this call has as a copy alone, by position."""
+        """The parameters that were gathered in FP8 only, by input position."""
         arrived: dict[int, Any] = {}
         for store in self._services.stores.values() if self._graph.gathered else ():
             arrived |= store.arrived(args, self._graph.gathered)

@@ -246,7 +246,7 @@ class _Compiles(Protocol):
 
 
 class EagerFrames:
-    """Hears of them when Dynamo reaches its recompile limit, or fails.
+    """Collects the frames that Dynamo gives up on: at its recompile limit, or where it fails.
 
     Args:
         backend: that compiles the frames. It is not kept alive.

@@ -147,7 +147,7 @@ class Expressions:
         return index
 
     def _named(self, name: str) -> Iterator[tuple[int, int]]:
-        """The expressions without repetitions and choices that match, and where each match ends."""
+        """Yield the end of the match and the index of every literal expression that matches the name."""
         for (length, *dots), texts in self._names.items():
             characters = [*name[:length]]
             if len(characters) == length:

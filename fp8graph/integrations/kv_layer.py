@@ -72,15 +72,15 @@ class HeadScales:
 
         Raises:
             ConfigError: there are none, a layer has one of the two alone, or two of one (of a decoder and an encoder);
-                or some have another name, by which nobody knows whether they multiply, or zero points.
+                or some have another name, which does not say whether they multiply, or zero points.
         """
         scales: dict[int, dict[str, Tensor]] = {}
         names: dict[tuple[int, str], str] = {}
         for name, tensor in tensors.items():
             if _OTHERS.fullmatch(name) is not None:
                 raise ConfigError(
-                    f"HeadScales.from_tensors(tensors): nobody knows {name!r}, and whether it multiplies. If a stored "
-                    "number times it is the key or value, rename it to k_scale or v_scale; else leave it out."
+                    f"HeadScales.from_tensors(tensors): unknown scale name {name!r}: it may multiply or divide. If "
+                    "a stored number times it is the key or value, rename it to k_scale or v_scale; else leave it out."
                 )
             if (match := _NAME.fullmatch(name)) is None:
                 continue

@@ -59,7 +59,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class GatheredInFP8(Condition):
-    """The parameters, by graph input, that the call has as a copy alone."""
+    """The parameters that were gathered in FP8 only, by graph input."""
 
     parameters: frozenset[int]
 

@@ -78,7 +78,7 @@ class Site:
     op: Op
     why_no_linear: str = ""  # for a matmul that the program may have written as a linear: why it is not one
     head: str = ""  # for an output head: what in the graph says that it is one
-    use: int = 0  # index among the sites with that parameter that run with gradients, or among those that run without
+    use: int = 0  # n-th use of the weight; uses with gradients and without are counted apart
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])
 

@@ -61,7 +61,7 @@ class WeightGraph(ExtraInput):
 
     @property
     def records(self) -> bool:
-        """Whether the graph needs ``recording`` to have run for it."""
+        """Whether quantizing the weight must also record its amax (``recording``)."""
         return self.trains and bool(self.extra_inputs)
 
     def made_outputs(self) -> dict[str, torch.Tensor]:

@@ -177,7 +177,7 @@ class Store:
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:
-        """The parameters at ``positions`` that this call has as a copy alone (``Caller.arrived``)."""
+        """The parameters at ``positions`` that were gathered in FP8 only (``Caller.arrived``)."""
         return {}
 
     def slot(self, extra_inputs: Sequence[Any], caller: Caller) -> Slot:

@@ -240,7 +240,7 @@ def _why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | N
 
 
 def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None:
-    """Something else that decides about the ops of this attention, or reads their results; None if nothing does."""
+    """Return the reason why this attention cannot be rewritten on its own; None: it can."""
     if attention.written_out:
         own = [compilation.decisions[node] for node in (*attention.forward, *attention.backward)]
         # without the rule: layers that share this code may have it by another

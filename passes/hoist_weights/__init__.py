@@ -9,8 +9,8 @@
 A weight is whatever is computed from parameters alone (``ir/weight_graphs.py``). With delayed scaling its amax is
 recorded when it is quantized.
 
-Leaves alone a graph with a backward, unless ``cache_weights="update"``: an update follows, so that no copy would be
-used twice, and whoever writes the weights, by whatever means, the next forward reads what he wrote.
+Leaves alone a graph with a backward, unless ``cache_weights="update"``: an optimizer's step follows, so a copy would
+serve once, and no write to the weights can be missed.
 
 Refuses (quantizes in the graph) weights whose computation also reads a buffer or an input, draws random numbers, or has
 a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the

@@ -190,7 +190,7 @@ NOT_SCALES: Any = {}
         *(
             (
                 lambda c, name=name: HeadScales.from_tensors({"layers.0.k_scale": ONE, f"layers.0.attn.{name}": ONE}),
-                f"nobody knows 'layers.0.attn.{name}', and whether it multiplies",
+                f"unknown scale name 'layers.0.attn.{name}': it may multiply or divide",
             )
             for name in ("kv_cache_scale", "kv_cache_scaling_factor", "k_scale_inv", "v_zero_point", "k_scales")
         ),

@@ -150,7 +150,7 @@ def test_layers_whose_forward_is_replaced_keep_their_names() -> None:
         (
             "fp8graph:blockwise",
             {"recipe": "rowwise"},
-            "backend 'fp8graph:blockwise': the name gives the recipe, and so",
+            "backend 'fp8graph:blockwise' already sets recipe: leave out",
         ),
         ("inductor", {"recipe": "rowise"}, "unknown recipe 'rowise'. Did you mean 'rowwise'?"),
     ],
