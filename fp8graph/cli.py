@@ -164,7 +164,10 @@ def plan(options: argparse.Namespace) -> int:
     from fp8graph.errors import ConfigError
 
     meshes, target = [planning.Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
-    device, network = hardware.from_target(target), planning.Network.of_target(target)
+    device, network = (
+        hardware.from_target(target),
+        planning.Network.of_target(target, max(mesh.gpus for mesh in meshes)),
+    )
     recipes = None if options.recipe is None else (options.recipe,)
     settings: dict[str, Any] = {"policy": options.policy, "recipe": options.recipe, "target": target}
     Backend(**settings)
@@ -472,7 +475,7 @@ COMMANDS: Final = (
                 nargs="+",
                 required=True,
                 metavar="dp=,fsdp=,tp=,sp",
-                help="one or more: replicas (DDP), shards (FSDP2), tensor and sequence parallelism",
+                help="one or more: replicas (DDP), shards (FSDP2), tensor and sequence parallelism; dp=1 for one GPU",
             ),
             "--json": dict(action="store_true", help="print the predictions as JSON"),
         },

@@ -61,8 +61,11 @@ class Network:
                 raise ConfigError(f"Network({f.name}={value!r}): must be a number >= {least}, overlap at most 1.")
 
     @staticmethod
-    def of_target(target: str) -> Network:
-        """The network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``)."""
+    def of_target(target: str, gpus: int = 2) -> Network:
+        """Give the network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``).
+
+        One of ``gpus`` sends nothing: where no network is known, it gets one of a single GPU.
+        """
         name, values = target, None
         if target.endswith(".json"):
             name, _ = Speed.load(target)
@@ -72,8 +75,12 @@ class Network:
         except TypeError as error:
             raise ConfigError(f"{target}: network: {error}") from None
         except KeyError:
-            reason = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
-            raise ConfigError(f'{reason}. Use a calibration file with a "network" as target.') from None
+            if gpus == 1:
+                return _ALONE
+            raise ConfigError(
+                f"no network is known for {name} (known: {', '.join(_NETWORKS)}). One GPU needs none (--mesh dp=1); "
+                'for several use a calibration file with a "network" as target: docs/scale.md has one.'
+            ) from None
 
     def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
         """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
@@ -94,6 +101,7 @@ def _network(name: str, nvlink: float) -> Network:
     return Network(name=name, node_bandwidth=0.8e9 * nvlink, network_bandwidth=0.9 * 50e9)
 
 
+_ALONE: Final = Network(name="one GPU", gpus_per_node=1, node_bandwidth=1, network_bandwidth=1)
 _NETWORKS: Final = {
     "sm_90": _network("8 x NVLink 4, 400 Gb/s", 450),  # H100, H200
     "sm_100": _network("8 x NVLink 5, 400 Gb/s", 900),  # B200
@@ -133,13 +141,15 @@ class Plan:
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions behind the numbers."""
         net, speed = self.network, self.speed
+        collectives = (
+            f"collectives reach {net.node_bandwidth / 1e9:.0f} GB/s per GPU within nodes of {net.gpus_per_node} and "
+            f"{net.network_bandwidth / 1e9:.0f} GB/s between them, in rings or, for all_reduce, trees; a hop takes "
+            f"{net.node_latency * 1e6:.1f} and {net.network_latency * 1e6:.1f} us, even for a few bytes."
+        )
         return (
             f"{speed.name}: GEMMs reach {speed.bf16_flops / 1e12:.0f} TFLOP/s in bf16 and {speed.fp8_flops / 1e12:.0f} "
             f"in FP8, memory {speed.bandwidth / 1e12:.2f} TB/s; attention is causal, in bf16, at half the bf16 rate.",
-            f"{net.name}: collectives reach {net.node_bandwidth / 1e9:.0f} GB/s per GPU within nodes of "
-            f"{net.gpus_per_node} and {net.network_bandwidth / 1e9:.0f} GB/s between them, in rings or, for "
-            f"all_reduce, trees; a hop takes {net.node_latency * 1e6:.1f} and {net.network_latency * 1e6:.1f} us, even "
-            "for a few bytes.",
+            f"{net.name}: {'nothing is sent.' if net is _ALONE else collectives}",
             "A step has one micro-batch; nothing is recomputed; there is no pipeline or context parallelism; all ranks "
             "are equally fast.",
             f"Besides GEMMs and attention, {MOVED:.2f} times as many values move through memory as go into and out of "

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import torch
 
+import fp8graph
 from fp8graph import ConfigError, Float8RowwiseScaling, supports
 from fp8graph.hardware import Support, from_target, support_of
 from fp8graph.recipes import resolve_recipe
+from samples import ROOT
 
 
 @pytest.mark.parametrize(
@@ -80,3 +84,12 @@ def test_each_obstacle_is_said() -> None:
     found = Support(recipe="x", device="d", native=("fprop",), obstacles={"dgrad": "this", "wgrad": "that"})
     assert str(found) == "dgrad is emulated: this; wgrad is emulated: that"
     assert not found
+
+
+def test_the_upper_bound_of_nvfp4_on_an_rtx_5090_is_that_of_the_page() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (bound,) = re.findall(r"predicts for `nvfp4` there, (\d)x of bf16 for a large GEMM", page)
+    linear = torch.nn.Linear(8192, 8192, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(8192, 8192, device="meta", dtype=torch.bfloat16)
+    (gemm,) = fp8graph.explain(linear, x, policy={"default": "nvfp4"}, target="sm_120", training=False).gemms
+    assert float(gemm.reason.rpartition("predicted ")[2].removesuffix("x")) == pytest.approx(float(bound), rel=0.1)

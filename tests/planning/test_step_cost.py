@@ -373,6 +373,16 @@ def test_hardware_and_recipes() -> None:
         Network.of_target("sm_89")
 
 
+def test_one_gpu_needs_no_network() -> None:
+    alone = Network.of_target("sm_120", 1)
+    step = plan(llama_8b(), "dp=1", hardware=hardware.from_target("sm_120"), network=alone)
+    assert "one GPU: nothing is sent." in step.assumptions
+    assert all(each.exposed == 0 for each in step.steps)
+    assert Network.of_target("sm_90", 1) == Network.of_target("sm_90")
+    with pytest.raises(fp8graph.ConfigError, match=r"sm_120 .* One GPU needs none \(--mesh dp=1\)"):
+        Network.of_target("sm_120")
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama_config(1).save_pretrained(tmp_path)
