@@ -62,7 +62,7 @@ class Network:
 
     @staticmethod
     def of_target(target: str, gpus: int = 2) -> Network:
-        """Give the network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``).
+        """The network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``).
 
         One of ``gpus`` sends nothing: where no network is known, it gets one of a single GPU.
         """

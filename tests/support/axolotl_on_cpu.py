@@ -60,7 +60,7 @@ def files(folder: Path) -> dict[str, Any]:
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """What a training wrote into ``folder``: losses, and of a model that fp8graph compiled recipes and state."""
+    """Read what a training wrote into ``folder``: losses, and of a model that fp8graph compiled recipes and state."""
     last = max(folder.glob("checkpoint-*"), key=lambda each: int(each.name.partition("-")[2]))
     history = json.loads((last / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     losses = [row["loss"] for row in history if "loss" in row]
