@@ -267,12 +267,18 @@ def _trace(
     return joint
 
 
+def _has_cpu_tensors(graph: DynamoGraph) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cpu" for x in graph.fake_inputs)
+
+
 def _identity(graph: DynamoGraph, decisions: Decisions, names: Sequence[str]) -> str:
     """The part of the cache key that torch does not know: our code, and what decides about the graph's sites."""
     parts = (
         code_identity(),
         decisions.text(graph.possible_names(names)),
         repr((tuple(names) if graph.has_subgraphs else (), aot.state_that_decides())),
+        # Inductor's C++ has the width of this CPU's vectors in its loops, and torch's key has not (torch 2.11 to 2.15)
+        torch.backends.cpu.get_cpu_capability() if _has_cpu_tensors(graph) else "",
         graph.identity(),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -232,3 +232,35 @@ def test_no_state_changes_what_another_finds(tmp_path: Path) -> None:
     assert [hits for name, (_, hits) in zip(order, first, strict=True) if not name] == [0] + [1] * len(STATES)
     again = {name: (value, hits) for name, (value, hits) in zip(order[::-1], second, strict=True)}
     assert again == {name: (value, 1) for name, value in values.items()}
+
+
+OF_ANOTHER_CPU = """
+import sys
+import torch
+import fp8graph
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.LayerNorm(100), torch.nn.GELU(), torch.nn.Linear(100, 96))
+x = torch.randn(33, 100)
+options = {"policy": {"default": None}} if sys.argv[1] == "fp8graph" else None  # FP8 has more kernels, of other loops
+y = torch.compile(model, backend=sys.argv[1], options=options)(x)
+print(bool((y - model(x)).abs().max() < 1e-3), torch.backends.cpu.get_cpu_capability())
+"""
+
+
+def test_code_for_another_cpu_is_not_taken(tmp_path: Path) -> None:
+    """Inductor's own backend takes it, and fails or is wrong: where it is right, our key need not have the vectors."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    found: dict[str, list[str]] = {}
+    for backend in ("fp8graph", "inductor"):
+        environ = os.environ | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / backend)}
+        for capability in ({}, {"ATEN_CPU_CAPABILITY": "default"}):
+            done = subprocess.run(
+                [sys.executable, "-c", OF_ANOTHER_CPU, backend],
+                env=environ | capability, capture_output=True, text=True, check=backend == "fp8graph", timeout=600,
+            )  # fmt: skip
+            found.setdefault(backend, []).append(done.stdout)
+    first, second = (line.split() for line in found["fp8graph"])
+    assert (first[0], second) == ("True", ["True", "DEFAULT"])
+    if first[1] != "DEFAULT":
+        assert found["inductor"][1] != "True DEFAULT\n"
