@@ -229,6 +229,18 @@ def test_the_named_runs_are_of_committed_code() -> None:
         assert not commit.endswith("-dirty"), (page, file)
 
 
+def test_readme_names_the_narrow_layers_that_were_slower() -> None:
+    readme = " ".join(README.read_text(encoding="utf-8").split())
+    rows = [row for row in rows_of(MEASUREMENTS.read_text(encoding="utf-8")) if row.cells.get("tokens") == "8192"]
+    ratios = {
+        int(row.cells["hidden size"]): row.number("times bf16") for row in rows if "tensorwise" in row.cells.values()
+    }
+    slower = [f"{size:,}" for size, ratio in ratios.items() if ratio is not None and ratio < 1]
+    (faster,) = (f"{size:,}" for size, ratio in ratios.items() if ratio is not None and ratio > 1)
+    assert f"8,192 tokens, layers of hidden size {' and '.join(slower)} were slower in FP8 on an H200" in readme
+    assert f"and one of {faster} was faster" in readme
+
+
 def test_the_pictures_are_those_that_are_drawn() -> None:
     shown = {path.stem for path in report.FOLDER.glob("*.png")}
     pages = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
