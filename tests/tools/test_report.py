@@ -229,6 +229,22 @@ def test_the_named_runs_are_of_committed_code() -> None:
         assert not commit.endswith("-dirty"), (page, file)
 
 
+def test_the_page_of_comparisons_has_the_run_of_readme() -> None:
+    """Speeds and peaks, from the raw file that README's table is of."""
+    page = " ".join((ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8").split())
+    (file,) = {row.file for row in rows_of(README.read_text(encoding="utf-8")) if "times bf16" in row.cells}
+    names = {"bf16": "bf16", "tensorwise": "ours", "torchao tensorwise": "torchao"}
+    speed, peak = (
+        {names[name]: f"{figure(file, 'table', key, name) or 0:,.0f}" for name in names}
+        for key in ("tokens_per_s", "peak_mib")
+    )
+    assert (
+        f"`tensorwise` {speed['ours']} tokens/s, torchao's {speed['torchao']}, bf16 {speed['bf16']} ([conditions]"
+        in page
+    )
+    assert f"torchao {peak['torchao']} MiB, bf16 {peak['bf16']}, fp8graph {peak['ours']}." in page
+
+
 def test_readme_names_the_narrow_layers_that_were_slower() -> None:
     readme = " ".join(README.read_text(encoding="utf-8").split())
     rows = [row for row in rows_of(MEASUREMENTS.read_text(encoding="utf-8")) if row.cells.get("tokens") == "8192"]
