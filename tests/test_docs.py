@@ -7,14 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-
-import fp8graph
-from fp8graph.cli import main
-from samples import AS_PAGES_SHOW
 from test_layers import FLOORS
-from tiny_models import TINY
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -83,27 +76,6 @@ def test_paths_and_names_are_recognised() -> None:
     assert not exists("graph.py", page)
     assert resolves("fp8graph.numerics.quantize")
     assert not resolves("fp8graph.spec")
-
-
-@AS_PAGES_SHOW
-def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints it letter by letter."""
-    sample = (ROOT / "README.md").read_text(encoding="utf-8").split("```\n$ fp8graph ")[1].split("```")[0]
-    command, _, printed = sample.partition("\n")
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out == printed
-
-
-@pytest.mark.slow
-def test_the_report_of_its_page() -> None:
-    """The lines of the report that the sample shows are in it, letter by letter."""
-    with torch.device("meta"):
-        model = TINY["llama"].build(2).bfloat16()
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, target="cpu", training=True)).splitlines()
-    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    sample = page.split("`print(report)`")[1].split("```text\n")[1].split("```")[0]
-    assert [line for line in sample.splitlines() if line not in (*printed, "...")] == []
 
 
 def test_samples_import_what_they_use() -> None:

@@ -1,4 +1,7 @@
-"""Every ``python`` sample of README.md and docs/ runs as it stands, or says why not (tests/support/samples.py)."""
+"""Every sample of README.md and docs/, in Python or of the command, runs as it stands and prints what the page shows.
+
+Or the page says why not (tests/support/samples.py).
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,13 @@ import transformers
 fp8graph.compile(model, recipe="blockwise")(ids)
 fp8graph.export(model, "folder")
 """,
+    "config": """
+import json
+from pathlib import Path
+sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 80, "dtype": "bfloat16"}
+Path("llama-3-70b.json").write_text(json.dumps(config | sizes | {"vocab_size": 128256}))
+""",
     "one rank": """
 import os
 import torch.distributed as dist
@@ -77,6 +87,7 @@ TAKES = {
     "docs/fine_tuning.md": "fp8graph, llama, FP8 checkpoint",
     "docs/index.md": "fp8graph, llama",
     "docs/report.md": "fp8graph, llama, report",
+    "docs/scale.md": "fp8graph, config",
     "docs/statistics.md": "fp8graph, writers",
 }
 
@@ -124,6 +135,35 @@ def test_a_sample_that_fails_or_prints_something_else_fails(tmp_path: Path, monk
     right.run({})
     with pytest.raises(ZeroDivisionError):
         quiet.run({})
+
+
+@AS_PAGES_SHOW
+def test_a_command_is_run_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samples.ROOT", tmp_path)
+    right, wrong = page_of(
+        "```console\n$ fp8graph inspect 'no such folder' --json\n```\n"
+        "\n```console\n$ fp8graph completion bash\nnothing\n```\n",
+        tmp_path,
+    )
+    right.run({})
+    with pytest.raises(AssertionError, match=r"page\.md:6 prints\n(.*\n)+and the page shows\nnothing"):
+        wrong.run({})
+
+
+@AS_PAGES_SHOW
+def test_text_after_a_sample_is_compared_unless_the_page_says_why_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samples.ROOT", tmp_path)
+    trained, stale = page_of(
+        "```python\nprint(1)\n```\n\n<!-- not compared: a trained loss -->\n```text\n2\n```\n"
+        "```python\nprint(1)\n```\n\n```text\n2\n```\n",
+        tmp_path,
+    )
+    assert (trained.loose, stale.loose) == ("not compared: a trained loss", "")
+    trained.run({})
+    with pytest.raises(AssertionError, match="prints\n1\nand the page shows\n2"):
+        stale.run({})
 
 
 def test_marks(tmp_path: Path) -> None:

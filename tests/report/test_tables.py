@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -17,8 +16,6 @@ from fp8graph.records import AttentionRecord, RefusalRecord
 from fp8graph.report import GraphView
 from fp8graph.report.tables import by_kind, other_rows, refusal_rows
 from helpers import ALL, MLP
-from samples import AS_PAGES_SHOW
-from tiny_models import TINY
 
 
 def test_the_table_folds_layers_that_differ_in_numbers_only() -> None:
@@ -103,16 +100,3 @@ def test_attention_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     assert all(isinstance(row, AttentionRecord) for row in report.attention)
     report.to_html(tmp_path / "report.html")
     assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
-
-
-@pytest.mark.slow
-@AS_PAGES_SHOW
-def test_the_line_of_the_page() -> None:
-    """docs/attention.md shows that of a Llama."""
-    with torch.device("meta"):
-        model = TINY["llama"].build(2).bfloat16()
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, training=True)).splitlines()
-    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
-    line = page.split("share:\n\n```\n")[1].split("\n")[0]
-    assert line in printed

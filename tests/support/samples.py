@@ -1,4 +1,4 @@
-"""The ``python`` samples of a page, and how they are run: in order, in one namespace, as a reader would.
+"""The samples of a page, ``python`` and ``console``: they run in order, in one namespace, as a reader would run them.
 
 They compile with ``compiler="eager"`` unless they name a compiler: the same graphs, without code generation.
 """
@@ -9,6 +9,7 @@ import contextlib
 import doctest
 import io
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,14 +24,17 @@ from fp8graph.ir.settings import Settings
 from fp8graph.recipes import recipe as recipes
 
 ROOT = Path(__file__).parents[2]
-# A fence, with the comment before it and, of a sample, what it prints. Readers see no comment.
+# A fence, with the comment before it and, of a sample, what it prints. Readers see no comment. A ``console`` fence is
+# one command of fp8graph and what it prints.
 FENCE = re.compile(
     r"(?:^<!-- (?P<mark>(?:not run|slow)[^\n]*) -->\n)?"
-    r"^```python\n(?P<code>.*?)^```$"
-    r"(?:\n+```output\n(?P<output>.*?)^```$)?",
+    r"^```(?:python\n(?P<code>.*?)^```$"
+    r"(?:\n+(?:<!-- (?P<loose>not compared[^\n]*) -->\n)?```(?:text|output)\n(?P<output>.*?)^```$)?"
+    r"|console\n\$ fp8graph (?P<command>[^\n]*)\n(?P<printed>.*?)^```$)",
     re.MULTILINE | re.DOTALL,
 )
-REASON = re.compile(r"(not run|slow): \w.{9,}")
+CALL = "from fp8graph.cli import main\nmain({})\n"  # what a command runs
+REASON = re.compile(r"(not run|slow|not compared): \w.{9,}")
 
 
 def torch_version() -> tuple[int, ...]:
@@ -51,6 +55,7 @@ class Sample:
     code: str
     output: str | None  # what it prints, with "..." for any text; None: the page does not show it
     mark: str  # "not run: why", "slow: why", or ""
+    loose: str  # "not compared: why", of an output that another machine may print otherwise, or ""
 
     @property
     def place(self) -> str:
@@ -69,7 +74,7 @@ class Sample:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
-        if self.output is not None and torch_version() >= SHOWN_BY:
+        if self.output is not None and not self.loose and torch_version() >= SHOWN_BY:
             found = printed.getvalue().rstrip()
             assert same_output(self.output, found), f"{self.place} prints\n{found}\nand the page shows\n{self.output}"
 
@@ -113,9 +118,11 @@ def anchors(page: Path) -> Iterator[str]:
 
 
 def without_a_reason(pages: list[Path]) -> list[str]:
-    """The places of samples that are marked, and do not say why."""
-    marked = [sample for page in pages for sample in samples(page) if sample.mark]
-    return [sample.place for sample in marked if not REASON.fullmatch(sample.mark)]
+    """The places of samples that are marked, or whose output is not compared, and do not say why."""
+    marks = [
+        (sample, mark) for page in pages for sample in samples(page) for mark in (sample.mark, sample.loose) if mark
+    ]
+    return [sample.place for sample, mark in marks if not REASON.fullmatch(mark)]
 
 
 def slow_pages(pages: list[Path]) -> list[Path]:
@@ -127,13 +134,15 @@ def samples(page: Path) -> Iterator[Sample]:
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
         headings = re.findall(r"(?m)^## (.+)$", text[: match.start()])
+        shown = "code" if match["code"] is not None else "command"
         yield Sample(
             page=page,
             section=headings[-1] if headings else "",
-            line=text.count("\n", 0, match.start("code")) + 1,
-            code=match["code"],
-            output=match["output"],
+            line=text.count("\n", 0, match.start(shown)) + 1,
+            code=match["code"] if shown == "code" else CALL.format(shlex.split(match["command"])),
+            output=match["output"] if shown == "code" else match["printed"],
             mark=match["mark"] or "",
+            loose=match["loose"] or "",
         )
 
 
