@@ -29,6 +29,7 @@ from fp8graph.tools.record.workloads import WORKLOADS
 
 Column = Callable[[Row], Any]
 STEPS: Final = (1, 10, 20, 30)  # those whose loss is shown
+FEW_ROWS: Final = 2048  # of a GEMM that decodes, or nearly
 TOKENS: Final = WORKLOADS[LLAMA].tokens  # of rows that do not say it
 
 
@@ -136,7 +137,6 @@ TIMES: Final[Mapping[str, Column]] = {
     "times torchao": lambda row: row.times_torchao,
     "spread": _spread,
     "host ms": _of("host_ms"),
-    "events ms": _of("events_ms"),
     "GPU ms (profile)": lambda row: _gpu_ms(row.line),
     "launches": _launches,
 }
@@ -159,8 +159,7 @@ def decode(rows: Sequence[Row]) -> str:
         "sequences": lambda row: row.case[0],
         "CUDA graphs": lambda row: "yes" if row.case[1] else "no",
     }
-    last = {"skipped": _of("skips"), "copied inputs": _of("copied_inputs"), "checksum": _of("checksum")}
-    lines = [comparison({**first, **TIMES, **MEMORY, **last}, rows)]
+    lines = [comparison({**first, **TIMES, **MEMORY}, rows)]
     held = {row.contender: row.line["resident_mib"] for row in rows if row.case[0] == 1 and "resident_mib" in row.line}
     stored = {name: mib for name, mib in held.items() if name.endswith("checkpoint")}
     if {BF16, TENSORWISE} <= held.keys() and stored:
@@ -339,7 +338,7 @@ def against_torchao(rows: Sequence[Row]) -> str:
 # --- where the time goes --------------------------------------------------------------------------------------------
 
 
-def holding_back(rows: Iterable[Row], count: int = 5) -> Iterator[str]:
+def holding_back(rows: Iterable[Row], count: int = 2) -> Iterator[str]:
     """Yield per contender: the shares of GPU time by kind, and the longest kernels that are no GEMMs."""
     for row in rows:
         if not (profile := _profile(row)):
@@ -364,13 +363,18 @@ def on_the_host(rows: Iterable[Row], count: int = 5) -> Iterator[str]:
 
 
 def gemms(run: Run) -> str:
-    """Return TFLOP/s: a row per shape, a column per variant."""
+    """Return TFLOP/s: a row per shape, a column per variant; with few rows, the shapes of one weight."""
     lines = [line for line in run.of("gemm") if line.get("tflops") is not None]
     variants = list(dict.fromkeys(line["variant"] for line in lines))
-    shapes = list(dict.fromkeys((line["m"], line["n"], line["k"]) for line in lines))
+    every = list(dict.fromkeys((line["m"], line["n"], line["k"]) for line in lines))
+    few = [shape for shape in every if shape[0] <= FEW_ROWS]
+    shapes = [shape for shape in every if shape[0] > FEW_ROWS or shape[1:] == few[0][1:]]
     rates = {(line["m"], line["n"], line["k"], line["variant"]): f"{line['tflops']:.0f}" for line in lines}
     rows = [(" x ".join(map(str, shape)), *(rates.get((*shape, v)) for v in variants)) for shape in shapes]
-    return table(("m x n x k", *variants), rows)
+    lines = [table(("m x n x k", *variants), rows)]
+    if left := len(every) - len(shapes):
+        lines.append(f"\nThe file has {left} more shapes, of other weights with up to {FEW_ROWS:,} rows.")
+    return "\n".join(lines)
 
 
 def quantization(run: Run) -> str:
@@ -463,21 +467,15 @@ def gpu_code_time(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def checkpointing(rows: Iterable[Line]) -> str:
-    """Return bytes that a layer keeps until backward, kernels and their traffic, and what runs again."""
-    titles = (
-        "", "run again", "save", "kept MiB", "forward: kernels", "MiB moved", "backward: kernels", "MiB moved",
-        "GEMMs again", "x, w quantized again", "amaxes again",
-    )  # fmt: skip
-    cells: list[Sequence[Any]] = []
+    """Return the MiB that a layer keeps until backward, kernels and their traffic: a column per recipe."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
-        forward, backward = row["forward"], row["backward"]
-        again = backward["inputs"] + backward["weights"]
-        cells.append((
-            row["recipe"], row["recomputed"], row["save"], f"{row['kept_mib']:,.0f}", forward["kernels"],
-            f"{forward['mib']:,}", backward["kernels"], f"{backward['mib']:,}", row["gemms_again"], again,
-            backward["amaxes"],
-        ))  # fmt: skip
-    return table(titles, cells)
+        kernels, mib = (row["forward"][count] + row["backward"][count] for count in ("kernels", "mib"))
+        case = cells.setdefault((row["recomputed"], row["save"]), {})
+        case[row["recipe"]] = f"{row['kept_mib']:,.0f} / {kernels} / {mib:,}"
+    recipes = list(dict.fromkeys(recipe for case in cells.values() for recipe in case))
+    titles = ("kept MiB / kernels / MiB moved: run again", "save", *recipes)
+    return table(titles, [(*key, *(case.get(recipe) for recipe in recipes)) for key, case in cells.items()])
 
 
 def failures(runs: Sequence[Run]) -> Iterator[str]:

@@ -33,7 +33,7 @@ SECTIONS = {
 # Column -> the key of a raw line, and how far the cell may be off: half of its last digit
 FIGURES = {
     "wall ms": ("wall_ms", 6e-4), "tokens/s": ("tokens_per_s", 0.5), "peak MiB": ("peak_mib", 0.5), "W": ("watts", 0.5),
-    "host ms": ("host_ms", 6e-4), "events ms": ("events_ms", 6e-4), "resident MiB": ("resident_mib", 0.5),
+    "host ms": ("host_ms", 6e-4), "resident MiB": ("resident_mib", 0.5),
 }  # fmt: skip
 GOALS = {"linears": ("linears", "wall_ms"), "stack": ("layers", "wall_ms"), "Llama-3-8B": ("table", "tokens_per_s")}
 
@@ -390,6 +390,18 @@ def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
     assert {goal.verdict for goal in goals.judge([])} == {"not measured"}
 
 
+def test_gemms_of_few_rows_are_shown_for_one_weight(tmp_path: Path) -> None:
+    folder = made_up.write(tmp_path)
+    (start, *_) = later({})
+    shapes = [(8192, 4096, 4096), (1, 4096, 4096), (8, 4096, 4096), (1, 2048, 2048), (8192, 2048, 2048)]
+    rates = [{"section": "gemm", "variant": "bf16", "m": m, "n": n, "k": k, "tflops": 700.0} for m, n, k in shapes]
+    made_up.write_lines(folder, NEXT, [start, *rates])
+    shown = report.blocks(folder)["gpu"].partition("### GEMMs, TFLOP/s")[2]
+    sizes = [" x ".join(map(str, shape)) for shape in shapes]
+    assert [size for size in sizes if f"\n| {size} | 700 |" not in shown] == ["1 x 2048 x 2048"]
+    assert "The file has 1 more shapes" in shown
+
+
 def test_the_peaks_of_one_run_are_compared(tmp_path: Path) -> None:
     folder = made_up.write(tmp_path)
     (start, *_) = later({})
@@ -408,7 +420,7 @@ def test_a_page_of_made_up_results(tmp_path: Path) -> None:
     run = "`20000101-000000.jsonl`"
     detail = "0.84 R; R: 1.700 / 1.000 ms = 1.700"
     assert f"| linears, rowwise | 0.87 R | 1.479 | 1.420 | {detail} | missed | {run} |" in page["gpu"]
-    row = "| tensorwise | 17.419 | 27.000 | 1.550 | 19.286 | 1.107 | 5.0% | 1.000 | 17.245 | 17.419 | 40 | 100 | 200 |"
+    row = "| tensorwise | 17.419 | 27.000 | 1.550 | 19.286 | 1.107 | 5.0% | 1.000 | 17.419 | 40 | 100 | 200 |"
     assert f"{row} 650 | 1,500 |" in page["gpu"]
     assert "* **tensorwise**, 17.42 ms: gemm 62%, triton 28%, attention 8%, copy 1%, other 0%." in page["gpu"]
     assert "Longest beside GEMMs: `triton_red_fused_made_up_0` 6.0% (2x); `cudnn_made_up` 5.0% (1x)" in page["gpu"]
@@ -420,7 +432,7 @@ def test_a_page_of_made_up_results(tmp_path: Path) -> None:
     row = "| tensorwise | 1,310 | 1,000 | 1.310 | 1,210 | 1.083 | 8 | 7 | 79% | 2,000 | 1,000 | 690 | 12.3 |"
     assert f"{row} 9.000 | 8.100 | 7.100 | 6.100 |" in page["gpu"]
     assert "llama-3-8b: 8,192 tokens per step, AdamW, fresh text in each step (made up). The board" in page["gpu"]
-    narrow = "| 8192 | 1024 | tensorwise, CUDA graphs | 2.222 | 2.000 | 0.900 | 1.000 | 2.000 | 40 |"
+    narrow = "| 8192 | 1024 | tensorwise, CUDA graphs | 2.222 | 2.000 | 0.900 | 1.000 | 40 |"
     assert narrow in page["gpu"]
     assert "| tensorwise | 1,310 | 1.310 | 1.083 | 2,000 | 690 |" in page["speed"]
     assert "torchao takes no less memory: 2,000 MiB" in page["speed"].replace("\n", " ")
