@@ -429,15 +429,13 @@ def compile_time(results: dict[str, Any]) -> str:
     for layers, of_layers in results["compile"].items():
         for case in of_layers["seconds"]:
             name, _, cache = case.rpartition(" ")
-            counts, used = of_layers.get("counts", {}).get(case, {}), of_layers.get("cpu_seconds", {})
+            counts = of_layers.get("counts", {}).get(case, {})
             rows.append((
-                layers, name, cache, *_times_plain(of_layers["seconds"], case), *_times_plain(used, case),
+                layers, name, cache, *_times_plain(of_layers["seconds"], case),
                 counts.get("traces"), counts.get("code_generations"), counts.get("kernels"),
             ))  # fmt: skip
         rows += [(layers, case, "", f"failed: {reason}") for case, reason in of_layers.get("failed", {}).items()]
-    titles = ("layers", "", "cache", "seconds", "times plain", "CPU seconds", "times plain (CPU)",
-              "traces", "code generations", "C++ files")  # fmt: skip
-    return table(titles, rows)
+    return table(("layers", "", "cache", "seconds", "times plain", "traces", "code generations", "C++ files"), rows)
 
 
 def _times_plain(measured: Mapping[str, Sequence[float]], case: str) -> tuple[str, str]:

@@ -358,7 +358,7 @@ def test_a_compile_that_fails_is_in_the_file_and_the_others_are_timed(monkeypatc
     compile_time.measure_compile(2, 1, names, results, lambda: written.append(json.dumps(results)))
     assert len(written) == 4
     table = tables.compile_time({"compile": json.loads(written[-1])})
-    assert "| 2 | tensorwise | cold | 3.0 | 1.50 | 5.0 | 1.25 | 1 |  | 24 |" in table
+    assert "| 2 | tensorwise | cold | 3.0 | 1.50 | 1 |  | 24 |" in table
     assert "| 2 | tensorwise, regions cold |  | failed: TypeError: made up |" in table
 
 
