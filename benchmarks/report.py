@@ -1,8 +1,8 @@
 """Tables and pictures of a folder of results: ``python -m benchmarks.report [FOLDER] [--write]``.
 
 FOLDER (benchmarks/results/first_hour) has one file of JSON lines per run of ``benchmarks.first_hour``. Printed: which
-goals hold, every speedup, and what keeps the others back. ``--write`` puts the same between the marks of ``PAGES``, and
-the pictures beside the results. ``benchmarks.published`` says which runs are shown; tiny runs never are.
+goals hold, every speedup, and what the GPU's time is made of. ``--write`` puts the same between the marks of ``PAGES``,
+and the pictures beside the results. ``benchmarks.published`` says which runs are shown; tiny runs never are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPARED: Final[dict[str, tuple[str, Callable[[Sequence[Row]], str]]]] = {
     "smallest": ("The narrowest layer that FP8 makes faster", tables.smallest),
     "sweep": ("One linear, forward and backward", tables.sweep),
 }
-WITH_KERNELS: Final = ("linears", "layers")  # their profiles are taken apart
+BOUNDED: Final = ("linears", "layers")  # R is measured in the same run
 OTHERS: Final[dict[str, tuple[str, Callable[[Run], str]]]] = {
     "train": ("Steps with fused AdamW", tables.train),
     "gemm": ("GEMMs, TFLOP/s", tables.gemms),
@@ -83,12 +83,9 @@ def _of_section(section: str, published: dict[str, list[Row]], make: Callable[[S
     """Yield a table per run."""
     for of_run in published.values():
         yield tables.run_line(of_run[0].run)
-        if section in WITH_KERNELS:
+        if section in BOUNDED:
             yield tables.limits(of_run[0].run, section)
         yield make(of_run)
-        if section in WITH_KERNELS and (kernels := list(tables.holding_back(of_run))):
-            yield "What holds each back, by the profile's GPU time:"
-            yield "\n".join(kernels)
         if section == "layers" and (calls := list(tables.on_the_host(of_run))):
             yield "Where the host's time goes:"
             yield "\n".join(calls)

@@ -128,6 +128,16 @@ def memory(line: Line) -> tuple[float | None, float | None]:
     return (None, None) if impossible else (resident, peak)
 
 
+def _share_of(kind: str) -> Column:
+    """Return the column of what kernels of a kind take of the profile's GPU time; empty where it has none."""
+
+    def share(row: Row) -> str | None:
+        ms = _profile(row).get("by_kind_ms", {}).get(kind)
+        return f"{100 * ms / _profile(row)['gpu_ms']:.0f}" if ms else None
+
+    return share
+
+
 TIMES: Final[Mapping[str, Column]] = {
     "contender": lambda row: row.contender,
     "wall ms": _of("wall_ms"),
@@ -140,6 +150,8 @@ TIMES: Final[Mapping[str, Column]] = {
     "GPU ms (profile)": lambda row: _gpu_ms(row.line),
     "launches": _launches,
 }
+# of the profile's GPU time, per cent
+KINDS: Final[Mapping[str, Column]] = {f"{kind}, %": _share_of(kind) for kind in ("gemm", "attention", "triton")}
 MEMORY: Final[Mapping[str, Column]] = {
     "resident MiB": lambda row: _whole_number(memory(row.line)[0]),
     "peak MiB": lambda row: _whole_number(memory(row.line)[1]),
@@ -150,7 +162,7 @@ MEMORY: Final[Mapping[str, Column]] = {
 
 def contenders(rows: Sequence[Row]) -> str:
     """Return the table of ``linears`` or ``layers``."""
-    return comparison({**TIMES, **MEMORY}, rows)
+    return comparison({**TIMES, **KINDS, **MEMORY}, rows)
 
 
 def decode(rows: Sequence[Row]) -> str:
@@ -336,19 +348,6 @@ def against_torchao(rows: Sequence[Row]) -> str:
 
 
 # --- where the time goes --------------------------------------------------------------------------------------------
-
-
-def holding_back(rows: Iterable[Row], count: int = 2) -> Iterator[str]:
-    """Yield per contender: the shares of GPU time by kind, and the longest kernels that are no GEMMs."""
-    for row in rows:
-        if not (profile := _profile(row)):
-            continue
-        total = profile["gpu_ms"]
-        kinds = sorted(profile["by_kind_ms"].items(), key=lambda item: -item[1])
-        shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds)
-        longest = [kernel for kernel in profile["kernels"] if kind_of(kernel[0]) != "gemm"][:count]
-        kernels = "; ".join(f"`{kernel[:60]}` {ms / total:.1%} ({launches:g}x)" for kernel, launches, ms in longest)
-        yield f"* **{row.contender}**, {total:.2f} ms: {shares}. Longest beside GEMMs: {kernels}"
 
 
 def on_the_host(rows: Iterable[Row], count: int = 5) -> Iterator[str]:
