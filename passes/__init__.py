@@ -11,9 +11,9 @@ stands a function that estimates their number from Dynamo's graph, before anythi
 if __name__ != "fp8graph.passes":
     raise ImportError(f"import fp8graph.passes, not {__name__}")
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import fx
 
@@ -149,4 +149,14 @@ METHODS: tuple[str, ...] = tuple(
     if kind is not Starter and isfunction(value)
 )
 
-__all__ = ["JOINT_PIPELINE", "LOWERING", "METHODS", "STORES", "WEIGHT_LOWERING", "BackendMethods", "Pass"]
+
+class MethodArguments(TypedDict, total=False):
+    """The arguments of ``Backend`` that call them, for editors and type checkers."""
+
+    observe: Mapping[str, Any] | None
+    guard: Mapping[str, Any] | None
+
+
+__all__ = [
+    "JOINT_PIPELINE", "LOWERING", "METHODS", "STORES", "WEIGHT_LOWERING", "BackendMethods", "MethodArguments", "Pass",
+]  # fmt: skip

@@ -34,7 +34,7 @@ from fp8graph.backend.inductor_passes import (
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, SettingsArguments, choices
-from fp8graph.passes import METHODS, STORES, BackendMethods
+from fp8graph.passes import METHODS, STORES, BackendMethods, MethodArguments
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import current_region
 from fp8graph.recipes.policy import Policy
@@ -49,11 +49,8 @@ from fp8graph.runtime.stores import Services, Store
 _Store = TypeVar("_Store", bound=Store)
 
 
-class BackendArguments(SettingsArguments, total=False):
+class BackendArguments(SettingsArguments, MethodArguments, total=False):
     """The keyword arguments of :class:`Backend` but for ``recipe``."""
-
-    observe: Mapping[str, Any] | None
-    guard: Mapping[str, Any] | None
 
 
 class Backend(BackendMethods):

@@ -157,6 +157,6 @@ def test_counts_of_every_recipe(recipe: str) -> None:
 def dialect_counts_of(recipe: str) -> Counter[str]:
     torch._dynamo.reset()
     model, tokens = llama(1), ids()
-    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("lm_head", None)], default=recipe), group=False)
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("lm_head", None)], default=recipe), fuse_linears=False)
     torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens, use_cache=False)
     return dialect_counts(backend.report.graphs[0].after)

@@ -92,7 +92,7 @@ def test_scales_of_rows_are_those_of_the_linears_but_for_what_is_summed() -> Non
     model, inputs = Projections(), x(16, 32)
     recipe = fp8graph.Float8RowwiseScaling(power_2_scale=False)
     one, apart = (
-        compiled_step(model, inputs, eager_backend(Policy(default=recipe), group=group)) for group in (True, False)
+        compiled_step(model, inputs, eager_backend(Policy(default=recipe), fuse_linears=fuse)) for fuse in (True, False)
     )
     assert same_bits([one[0], *one[2:]], [apart[0], *apart[2:]])
     assert not torch.equal(one[1], apart[1])

@@ -23,7 +23,7 @@ def x(*shape: int) -> Tensor:
 
 def counts(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[int, int]:
     """(quantize nodes, casts) after sharing, without the grouping that follows."""
-    found = dialect_counts(view_of(module, *args, policy=policy, group=False).after)
+    found = dialect_counts(view_of(module, *args, policy=policy, fuse_linears=False).after)
     return found["quantize"], found["casts"]
 
 

@@ -144,12 +144,12 @@ class Attention(nn.Module):
 def test_joined_linears(recipe: str, db: float, device: torch.device) -> None:
     module, x = Attention().to(device, torch.bfloat16), batch(0, device, 128, 256).requires_grad_()
     results: list[list[Tensor]] = []
-    for group in (True, False):
+    for fuse in (True, False):
         torch._dynamo.reset()
-        backend = backend_on(device, recipe, group=group)
+        backend = backend_on(device, recipe, fuse_linears=fuse)
         results.append(compiled_step(module, x, backend))
         joined = {gemm.gemm for gemm in backend.report.gemms if "one GEMM with" in gemm.reason}
-        assert ({"dgrad", "wgrad"} <= joined) == (group and native(device, recipe))
+        assert ({"dgrad", "wgrad"} <= joined) == (fuse and native(device, recipe))
     for a, b in zip(*results, strict=True):
         assert numerics.sqnr_db(b, a) >= db
 

@@ -63,7 +63,7 @@ def train(recipe: Any, ranks: int, *, shards: int = 1, shares: int = 1, parts: i
     if shards > 1:
         blocks = [layer for layer in net.layers if isinstance(layer, parallelism.Block)]
         net.layers = nn.ModuleList(SplitBlock(block, shards) for block in blocks)
-    backends = [parallelism.backend_for(recipe, group=False) for _ in range(shares if has_state(recipe) else 1)]
+    backends = [parallelism.backend_for(recipe, fuse_linears=False) for _ in range(shares if has_state(recipe) else 1)]
     compiled = [torch.compile(model, backend=backend) for backend in backends]
     optimizer = torch.optim.SGD(model.parameters(), lr=parallelism.LEARNING_RATE)
     losses: list[list[float]] = []

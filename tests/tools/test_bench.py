@@ -124,7 +124,6 @@ def test_linears() -> None:
         ([], "nothing to measure: cpu has no fast FP8 GEMM"),
         (["--calibrate", "x.json"], "nothing to measure"),
         (["--calibrate", "x.txt"], "x.txt: a calibration file must end in .json"),
-        (["--recipe", "rowise"], "rowise"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
