@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import uuid
 from collections.abc import Iterator
 from importlib import import_module
@@ -49,6 +50,14 @@ def options_of_inductor() -> Iterator[None]:
     yield
     if options.get_config_copy() != before:
         options.load_config(before)
+
+
+@pytest.fixture(autouse=True)
+def callbacks_of_trainer() -> Iterator[None]:
+    """Take out of Trainer's list what an Accelerator with our handler adds for the whole process."""
+    yield
+    if (trainer := sys.modules.get("transformers.trainer")) is not None:
+        trainer.DEFAULT_CALLBACKS[:] = [x for x in trainer.DEFAULT_CALLBACKS if x.__name__ != "ScalingStateIfCompiled"]
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ import fp8graph
 from accelerate_on_ranks import Run, forget_accelerators, trained
 from fp8graph import ConfigError
 from fp8graph.integrations.accelerate import FP8GraphRecipeKwargs, _connect, install
-from fp8graph.integrations.transformers import ScalingStateIfCompiled
 from helpers import MLP, same_bits
 from ranks import run_each, run_ranks
 from samples import ROOT
@@ -44,8 +43,6 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     _connect().default = None
-    if (trainer := sys.modules.get("transformers.trainer")) is not None:
-        trainer.DEFAULT_CALLBACKS[:] = [x for x in trainer.DEFAULT_CALLBACKS if x is not ScalingStateIfCompiled]
     forget_accelerators()
 
 

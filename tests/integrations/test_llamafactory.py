@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import torch
 import fp8graph
 from accelerate_on_ranks import forget_accelerators
 from fp8graph.integrations.accelerate import _connect, install
-from fp8graph.integrations.transformers import ScalingStateIfCompiled
 from tiny_models import causal_lm
 
 utils: Any = pytest.importorskip("llamafactory.train.fp8_utils")
@@ -31,8 +29,6 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     _connect().default = None
-    if (trainer := sys.modules.get("transformers.trainer")) is not None:
-        trainer.DEFAULT_CALLBACKS[:] = [x for x in trainer.DEFAULT_CALLBACKS if x is not ScalingStateIfCompiled]
     for name in ("ACCELERATE_MIXED_PRECISION", "FP8_BACKEND"):
         os.environ.pop(name, None)
     forget_accelerators()
