@@ -340,6 +340,15 @@ def test_a_fault_behind_attention_is_found() -> None:
     assert finding.rule == "scale-inverted"
 
 
+def test_a_bias_is_added_to_a_product_that_is_scaled_already() -> None:
+    def biased(x: Tensor, w: Tensor) -> Tensor:
+        (xq, xs), (wq, ws) = cast(x[0]), cast(w)
+        return torch.addmv(w[:, 0], wq.to(x.dtype), xq.to(x.dtype)) / (xs * ws)
+
+    (finding,) = fp8graph.lint(linear(biased), torch.randn(32, 64).bfloat16(), training=False)
+    assert (finding.rule, finding.severity) == ("scale-lost", "error")
+
+
 def test_several_scales_are_not_followed_through_a_convolution() -> None:
     model = linear(lambda x, w: convolved(x, w, dim=1))
     (finding,) = fp8graph.lint(model, torch.randn(32, 64).bfloat16(), training=False)

@@ -863,9 +863,8 @@ class _Flow:
         casts = tuple(dict.fromkeys(each for state in states for each in state.casts))
         left = {root: x for root, x in exponents.items() if bool(x.any())}
         state = State(left, casts, node, origin=self.keys[node])
-        if product.kind != "attention" and any(
-            cast(Any, dtype_of(x)).is_floating_point for x in node.all_input_nodes if x not in product.operands
-        ):
+        others = (dtype_of(x) for x in node.all_input_nodes if x not in product.operands)  # None: a size
+        if product.kind != "attention" and any(dtype is not None and dtype.is_floating_point for dtype in others):
             self._must_be_zero(node, state)  # a bias
             return State(origin=self.keys[node])
         return [state, *[NOTHING] * (len(results) - 1)] if several else state
