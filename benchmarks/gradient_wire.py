@@ -24,7 +24,7 @@ from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8graph
-from fp8graph.integrations.gradients import send_gradients_in_fp8
+from fp8graph.extras.gradients import send_gradients_in_fp8
 from fp8graph.tools.demo import batches, build_model, corpus
 
 WIRES: dict[str, torch.dtype | None] = {"bf16": None, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}

@@ -36,7 +36,7 @@ from torch import Tensor
 import fp8graph
 from benchmarks.train_recipes import BATCH, RESULTS, batches
 from fp8graph import Policy, Rule
-from fp8graph.planning.tune import Score
+from fp8graph.extras.planning.tune import Score
 from fp8graph.recipes import GEMMS
 from fp8graph.tools import demo
 from fp8graph.tools.demo import SEQUENCE, corpus, quiet

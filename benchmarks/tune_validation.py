@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 import fp8graph
 from benchmarks.train_recipes import RESULTS, SEQUENCE, batches, split
 from fp8graph import Float8CurrentScaling, Policy, Rule, hardware, tune
-from fp8graph.planning.tune import Score
+from fp8graph.extras.planning.tune import Score
 from fp8graph.tools.demo import quiet
 
 RECIPES: Final[list[Any]] = ["tensorwise", Float8CurrentScaling(fp8_format="E4M3"), "rowwise", "blockwise"]  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
-from fp8graph.integrations.kv_cache import Fp8StaticCache
+from fp8graph.extras.kv_cache import Fp8StaticCache
 
 RANKS, PROMPT, NEW, GROUP = 2, 4, 8, 8  # of the trainer; tokens of a prompt and of an answer; answers to each prompt
 RECIPE = fp8graph.Float8BlockScaling(power_2_scale=False, backward_override="dequantized")  # servers' scales

@@ -159,9 +159,10 @@ def _has_rich() -> bool:
 
 def plan(options: argparse.Namespace) -> int:
     """Predict each mesh under each recipe."""
-    from fp8graph import hardware, planning
+    from fp8graph import hardware
     from fp8graph.backend.backend import Backend
     from fp8graph.errors import ConfigError
+    from fp8graph.extras import planning
 
     meshes, target = [planning.Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
     device, network = (
@@ -183,7 +184,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def tune(options: argparse.Namespace) -> int:
     """Measure, print the scores, and write the policy."""
-    from fp8graph.planning.tune import tune
+    from fp8graph.extras.planning.tune import tune
     from fp8graph.tools.hugging_face import batches_of, language_model
 
     _check_writable(options.out)

@@ -2,7 +2,6 @@
 
 import fp8graph.models as models
 import fp8graph.numerics as numerics
-import fp8graph.planning as planning
 from fp8graph.backend import NAMED
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.coverage import adopt_before_tracing
@@ -17,11 +16,11 @@ from fp8graph.errors import (
     StateError,
     UnsupportedRecipeError,
 )
+from fp8graph.extras.planning.tune import Tuned, tune
 from fp8graph.hardware import supports
 from fp8graph.libraries import adopt
 from fp8graph.numerics import QuantizedTensor
 from fp8graph.offline import KernelRecord
-from fp8graph.planning.tune import Tuned, tune
 from fp8graph.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -97,7 +96,6 @@ __all__ = [
     "models",
     "numerics",
     "package",
-    "planning",
     "quantize_weights",
     "quantized_shards",
     "quantized_state",

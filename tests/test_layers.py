@@ -26,8 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime", "report"),
     ("passes",),
     ("backend",),
-    ("tools", "planning"),
-    ("integrations",),
+    ("tools",),
+    ("integrations", "extras"),
     ("cli",),
     ("face",),  # every public name
     ("__main__", ""),  # "": fp8graph/__init__.py, which loads the face when it is needed

@@ -7,9 +7,9 @@ import torch
 
 from fp8graph import Backend, Float8CurrentScaling
 from fp8graph.backend import compiled_graph
+from fp8graph.extras.planning.scoring import Scoring
 from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.passes.observe.observation import Observation
-from fp8graph.planning.scoring import Scoring
 from helpers import ALL, MLP
 
 

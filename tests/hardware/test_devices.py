@@ -131,7 +131,7 @@ MAY_NAME_A_VENDOR = {
     "compat.dynamo": "the interface that an absent GPU takes over, for offline",
     "offline.generate": "Inductor's code for NVIDIA's GPUs, which need not be present",
     "offline.fake_gpu": "the same",
-    "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
+    "extras.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
     "integrations.verl": "verl registers an engine for each device, by its name",
     "runtime.contents": "a CUDA graph is being captured",
     "tools.record.machine": "the toolkit's version beside a measurement",

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8graph.extras.planning.scoring import Scoring
 from fp8graph.numerics import cast_to_representable
-from fp8graph.planning.scoring import Scoring
 from fp8graph.recipes import resolve_recipe
 from fp8graph.report import Report
 from helpers import around

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph.errors import Fp8GraphError
-from fp8graph.integrations.gradients import send_gradients_in_fp8
+from fp8graph.extras.gradients import send_gradients_in_fp8
 from parallelism import Net
 
 

@@ -15,7 +15,7 @@ import interpreted  # before anything imports triton  # isort: skip
 import torch
 from torch import Tensor, nn
 
-from fp8graph.integrations.decode_attention import decode_attention
+from fp8graph.extras.decode_attention import decode_attention
 from fp8graph.numerics import sqnr_db
 from fp8graph.numerics.quantization import dequantize_rows, quantize_rows
 from generated import generate

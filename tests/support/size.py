@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-AROUND = ("checkpoints", "cli.py", "integrations", "models", "offline", "planning", "report", "tools")
+AROUND = ("checkpoints", "cli.py", "extras", "integrations", "models", "offline", "report", "tools")
 
 
 def lines() -> Counter[str]:

@@ -34,7 +34,7 @@ _RUNTIME: Final = "fp8graph/runtime"
 _BACKEND: Final = "fp8graph/backend"
 _REPORT: Final = "fp8graph/report"
 _TOOLS: Final = "fp8graph/tools"
-_PLANNING: Final = "fp8graph/planning"
+_PLANNING: Final = "fp8graph/extras/planning"
 _COMPAT: Final = "fp8graph/compat"
 _INTEGRATIONS: Final = "fp8graph/integrations"
 _LIBRARIES: Final = "fp8graph/libraries"
@@ -181,17 +181,17 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "scales on the wire are powers of two",
-        "fp8graph/integrations/gradients.py",
+        "fp8graph/extras/gradients.py",
         "False, 0.0, [1, 1], [], scaling=",
         "True, 0.0, [1, 1], [], scaling=",
-        ("tests/integrations/test_gradients.py",),
+        ("tests/extras/test_gradients.py",),
     ),
     Fault(
         "numbers that are only rounded count as clipped",
         f"{_NUMERICS}/quantization.py",
         "> 464.0 * scale_inv",
         "> 448.0 * scale_inv",
-        ("tests/integrations/test_kv_scales.py",),
+        ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "both layouts draw the same random numbers",
@@ -442,7 +442,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_PLANNING}/scoring.py",
         "except (OSError, ConfigError) as error:",
         "except OSError as error:",
-        ("tests/planning/test_scoring.py",),
+        ("tests/extras/test_scoring.py",),
     ),
     # hardware
     Fault(
@@ -1435,28 +1435,28 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_PLANNING}/workload.py",
         '"dp": self.tp * self.fsdp}',
         '"dp": self.fsdp}',
-        ("tests/planning/test_mesh.py", "tests/planning/test_step_cost.py"),
+        ("tests/extras/test_mesh.py", "tests/extras/test_step_cost.py"),
     ),
     Fault(
         "the slower of ring and tree is taken",
         f"{_PLANNING}/step_cost.py",
         "2 * min(latency, tree)",
         "2 * max(latency, tree)",
-        ("tests/planning/test_mesh.py", "tests/planning/test_step_cost.py"),
+        ("tests/extras/test_mesh.py", "tests/extras/test_step_cost.py"),
     ),
     Fault(
         "an axis of a mesh may be given twice",
         f"{_PLANNING}/workload.py",
         "if axis in values:",
         "if axis in ():",
-        ("tests/planning/test_mesh.py",),
+        ("tests/extras/test_mesh.py",),
     ),
     Fault(
         "the error of a group is that of its last layer",
         f"{_PLANNING}/tune.py",
         "error = score.error + (0.0 if before is None else before.error)",
         "error = score.error",
-        ("tests/planning/test_tuned.py", "tests/planning/test_tune.py"),
+        ("tests/extras/test_tuned.py", "tests/extras/test_tune.py"),
     ),
     # tools
     Fault(
@@ -1613,42 +1613,42 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_INTEGRATIONS}/kv_layer.py",
         "if stored + new > room:",
         "if new > room:",
-        ("tests/integrations/test_kv_layer.py", "tests/integrations/test_kv_cache.py"),
+        ("tests/extras/test_kv_layer.py", "tests/extras/test_kv_cache.py"),
     ),
     Fault(
         "a cache that was reset has no exact prefill",
         f"{_INTEGRATIONS}/kv_layer.py",
         'self._both("reset")\n        self._is_new = True',
         'self._both("reset")',
-        ("tests/integrations/test_kv_layer.py", "tests/integrations/test_kv_cache.py"),
+        ("tests/extras/test_kv_layer.py", "tests/extras/test_kv_cache.py"),
     ),
     Fault(
         "the margin of a cache leaves less room",
         f"{_INTEGRATIONS}/kv_layer.py",
         "amax * (margin / _LARGEST)",
         "amax / (margin * _LARGEST)",
-        ("tests/integrations/test_kv_scales.py",),
+        ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "calibration forgets all texts but the last",
         f"{_INTEGRATIONS}/kv_layer.py",
         "torch.maximum(a, b) for a, b in zip(old, new",
         "b for a, b in zip(old, new",
-        ("tests/integrations/test_kv_scales.py",),
+        ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "one scale for keys and values is not read",
         f"{_INTEGRATIONS}/kv_layer.py",
         "_?(k|v|kv)_scale",
         "_?(k|v)_scale",
-        ("tests/integrations/test_kv_scales.py",),
+        ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "DDP's gradients are added up, not averaged",
         f"{_INTEGRATIONS}/gradients.py",
         "mean = self._reduced(padded, group) / ranks",
         "mean = self._reduced(padded, group)",
-        ("tests/integrations/test_gradients.py",),
+        ("tests/extras/test_gradients.py",),
     ),
     # libraries
     Fault(

@@ -45,7 +45,11 @@ FEATURES: dict[str, Feature] = {
     "FSDP2 gathers": Feature(
         names="fsdp|gather_weights|[Ss]ent_?[Ww]eights?|Gathered(Weight|Copies)|ToGather|ReadWhole|is_sent"
         "|why_not_sent",
-        places=("passes/gather_weights/", "fp8graph/compat/fsdp.py", "fp8graph/planning/"),  # a plan has a word "fsdp"
+        places=(
+            "passes/gather_weights/",
+            "fp8graph/compat/fsdp.py",
+            "fp8graph/extras/planning/",
+        ),  # a plan has a word "fsdp"
     ),
     "statistics": Feature(
         names="[Oo]bserv(e|ed|ation)|Observed(Tensor)?|[Ss]tatistics(Page)?|Statistic(s|Record)|Measuring|measur(es|ing)",
@@ -54,7 +58,12 @@ FEATURES: dict[str, Feature] = {
     "attention": Feature(
         names=r"\w*[Aa]ttention\w*",
         # a plan and caches name the attention of a model, which this compiler need not see
-        places=("passes/attention/", "fp8graph/compat/attention.py", "fp8graph/planning/", "fp8graph/integrations/"),
+        places=(
+            "passes/attention/",
+            "fp8graph/compat/attention.py",
+            "fp8graph/extras/planning/",
+            "fp8graph/integrations/",
+        ),
     ),
     "delayed scaling": Feature(
         names="DelayedScaling|[Dd]elayed|PageLayout|JoinsReduction|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"

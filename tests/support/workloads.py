@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8graph.planning.workload import Linear, Workload
+from fp8graph.extras.planning.workload import Linear, Workload
 
 LLAMA_PLAN = {
     "lm_head": "colwise_gather_output",

@@ -16,14 +16,14 @@ from transformers import DynamicCache
 
 import oracle
 from fp8graph.errors import ConfigError
-from fp8graph.integrations.kv_cache import (
+from fp8graph.extras.kv_cache import (
     Fp8DynamicCache,
     Fp8StaticCache,
     HeadScales,
     calibrate_head_scales,
     compare_logits,
 )
-from fp8graph.integrations.kv_layer import FixedScales, cache_argument
+from fp8graph.extras.kv_layer import FixedScales, cache_argument
 from kv_caches import E4M3, IDS, generate, model_of
 
 SCALES = torch.tensor([0.02, 0.01]), torch.tensor([0.005, 0.5])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fp8graph import INHERIT, Float8CurrentScaling, Policy
-from fp8graph.planning.choose import Decided, policy_of
+from fp8graph.extras.planning.choose import Decided, policy_of
 from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.recipes.rules import GemmRecipe
 

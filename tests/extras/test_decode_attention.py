@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import fp8graph
 from fp8graph import offline
 from fp8graph.errors import ConfigError
-from fp8graph.integrations.decode_attention import NAME, decode_attention, use_decode_attention
-from fp8graph.integrations.kv_cache import Fp8StaticCache
+from fp8graph.extras.decode_attention import NAME, decode_attention, use_decode_attention
+from fp8graph.extras.kv_cache import Fp8StaticCache
 from fp8graph.numerics import sqnr_db
 from fp8graph.tools.explain import Generating
 from helpers import NONE
@@ -119,7 +119,7 @@ def test_eager_bias_and_dropout_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append(kwargs)
         return query, None
 
-    monkeypatch.setattr("fp8graph.integrations.decode_attention.sdpa_attention_forward", sdpa)
+    monkeypatch.setattr("fp8graph.extras.decode_attention.sdpa_attention_forward", sdpa)
     decode_attention(module, query, key, value, None)
     for kwargs in ({"position_bias": torch.zeros(1)}, {"dropout": 0.5}, {"softcap": 30.0}):
         compiled(module, query, key, value, None, **kwargs)

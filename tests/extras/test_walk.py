@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fp8graph.planning.choose import Option, curve, hull, start, steps, total, within_error, within_seconds
+from fp8graph.extras.planning.choose import Option, curve, hull, start, steps, total, within_error, within_seconds
 
 Decisions = dict[str, list[Option]]
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fp8graph import ConfigError
+from fp8graph.extras.planning.scoring import measure
 from fp8graph.numerics.gemm_error import ERROR_PARTS
-from fp8graph.planning.scoring import measure
 from fp8graph.recipes import resolve_recipe
 from helpers import first_fast
 

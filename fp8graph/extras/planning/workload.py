@@ -2,7 +2,7 @@
 
 Times are in ``step_cost.py``.
 
-tests/planning/test_step_cost.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and
+tests/extras/test_step_cost.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and
 sequence parallelism.
 Source: Megatron-LM (arXiv 2205.05198) for tensor and sequence parallelism; torch's FSDP2 for its padding.
 """

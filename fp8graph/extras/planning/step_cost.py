@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8graph.errors import ConfigError
+from fp8graph.extras.planning.workload import Collective, Linear, Mesh, Workload, collectives, fsdp_units
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import ATTENTION_SHARE, MOVED, Speed, gemm_seconds
 from fp8graph.ir.collectives import bytes_sent
 from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
-from fp8graph.planning.workload import Collective, Linear, Mesh, Workload, collectives, fsdp_units
 from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report.tables import aligned
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradients
 from fp8graph.errors import Fp8GraphError
-from fp8graph.integrations.gradients import GradientWire, from_bytes, send_gradients_in_fp8, to_bytes
+from fp8graph.extras.gradients import GradientWire, from_bytes, send_gradients_in_fp8, to_bytes
 from fp8graph.numerics import sqnr_db
 from helpers import first_slow
 from ranks import run_each, run_ranks

@@ -43,7 +43,7 @@ except ImportError as error:
         "tested."
     ) from error
 
-from fp8graph.integrations.kv_layer import FixedScales, Fp8Layer, HeadScales, cache_argument, calibrate_head_scales
+from fp8graph.extras.kv_layer import FixedScales, Fp8Layer, HeadScales, cache_argument, calibrate_head_scales
 from fp8graph.numerics import sqnr_db
 
 __all__ = [
@@ -131,7 +131,7 @@ class Fp8DynamicCache(_Fp8Cache, DynamicCache):
         exact_prefill: the first call attends to its keys and values in high precision. False: it attends to what is
             stored, so that a text gives the same numbers however it is split into calls.
         head_scales: one scale per head for all tokens, in place of one per token; see
-            :class:`~fp8graph.integrations.kv_layer.HeadScales`. Larger numbers
+            :class:`~fp8graph.extras.kv_layer.HeadScales`. Larger numbers
             saturate, and are counted (``clipped``).
 
     Raises:

@@ -18,11 +18,11 @@ from torch import nn
 from fp8graph import hardware
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect, expect_batches, expect_path
+from fp8graph.extras.planning import choose
+from fp8graph.extras.planning.scoring import Loss, Measured, Scoring, measure, seconds
 from fp8graph.files import write_file
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
-from fp8graph.planning import choose
-from fp8graph.planning.scoring import Loss, Measured, Scoring, measure, seconds
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import Policy, policy_toml
 from fp8graph.recipes.rules import INHERIT, recipe_text

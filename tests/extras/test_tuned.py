@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fp8graph import Float8BlockScaling, Policy, Rule
-from fp8graph.planning.tune import CurvePoint, Score, Tuned
+from fp8graph.extras.planning.tune import CurvePoint, Score, Tuned
 
 
 def made_up(policy: Policy) -> Tuned:

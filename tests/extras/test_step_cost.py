@@ -18,9 +18,9 @@ import fp8graph
 import parallelism
 from fp8graph import hardware
 from fp8graph.cli import main
+from fp8graph.extras.planning import Mesh, Network, step_cost, workload
+from fp8graph.extras.planning.workload import MOST_GPUS, Linear, Workload
 from fp8graph.ir.collectives import bytes_sent
-from fp8graph.planning import Mesh, Network, step_cost, workload
-from fp8graph.planning.workload import MOST_GPUS, Linear, Workload
 from fp8graph.recipes import resolve_recipe
 from ranks import run_ranks
 from tiny_models import llama_config

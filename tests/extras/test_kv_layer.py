@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 
 import fp8graph
 from fp8graph.errors import ConfigError
-from fp8graph.integrations.kv_layer import Fp8Layer
+from fp8graph.extras.kv_layer import Fp8Layer
 from kv_caches import quantized, rounded
 
 KINDS: dict[str, Callable[[], CacheLayerMixin]] = {

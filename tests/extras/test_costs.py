@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8graph import hardware
-from fp8graph.planning.scoring import Measured, seconds
+from fp8graph.extras.planning.scoring import Measured, seconds
 from fp8graph.recipes import resolve_recipe
 
 FOUND = Measured(

@@ -11,7 +11,7 @@ import pytest
 
 import fp8graph
 from fp8graph.cli import main
-from fp8graph.planning import Mesh, Network
+from fp8graph.extras.planning import Mesh, Network
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph.planning import workload
+from fp8graph.extras.planning import workload
 from tiny_models import llama_config
 from workloads import llama, tiny_model
 

@@ -15,8 +15,8 @@ from transformers.cache_utils import StaticLayer
 
 import fp8graph
 from fp8graph.errors import ConfigError
-from fp8graph.integrations.kv_cache import Fp8DynamicCache, Fp8StaticCache, compare_logits
-from fp8graph.integrations.kv_layer import Fp8Layer
+from fp8graph.extras.kv_cache import Fp8DynamicCache, Fp8StaticCache, compare_logits
+from fp8graph.extras.kv_layer import Fp8Layer
 from fp8graph.numerics import sqnr_db
 from helpers import NONE
 from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fp8graph.errors import ConfigError
-from fp8graph.integrations.kv_cache import AS_THEY_ARE, QUANTIZED
+from fp8graph.extras.kv_cache import AS_THEY_ARE, QUANTIZED
 from fp8graph.numerics.hints import materialize
 
 __all__ = ["NAME", "decode_attention", "use_decode_attention"]
