@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,9 +51,15 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """The syntax of a file, which no test changes."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imported(name: str) -> Iterator[tuple[str, int]]:
     """The names that a module imports from fp8graph, anywhere (in functions, for annotations too), with the line."""
-    return imported_by(ast.parse(MODULES[name].read_text(encoding="utf-8")), name)
+    return imported_by(parsed(MODULES[name]), name)
 
 
 def imported_by(tree: ast.AST, name: str) -> Iterator[tuple[str, int]]:
@@ -196,7 +203,7 @@ def test_private_names_of_torch_stand_in_compat() -> None:
         f"{name}, line {line}: {text}"
         for name, file in MODULES.items()
         if room(name) not in MAY_NAME_PRIVATE_TORCH
-        for text, line in names_of_torch(ast.parse(file.read_text(encoding="utf-8")))
+        for text, line in names_of_torch(parsed(file))
         if is_private(text) or text.startswith(UNDOCUMENTED)
     ]
     assert named == []
@@ -227,7 +234,7 @@ def test_tests_have_rooms_too() -> None:
 
 def names_of_passes() -> set[str]:
     """Every name that the list of passes imports, and those that it gives to second runs."""
-    tree = ast.parse(MODULES["passes"].read_text(encoding="utf-8"))
+    tree = parsed(MODULES["passes"])
     imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
     ours = (node for node in imports if (node.module or "").startswith("fp8graph.passes."))
     found = {alias.name for node in ours for alias in node.names}
@@ -253,7 +260,7 @@ def test_no_code_compares_with_the_name_of_a_pass() -> None:
     compared = [
         f"{name}, line {line}: {text}"
         for name, file in MODULES.items()
-        for text, line in compared_texts(ast.parse(file.read_text(encoding="utf-8")))
+        for text, line in compared_texts(parsed(file))
         if text in passes
     ]
     assert compared == []
@@ -282,7 +289,7 @@ def test_a_test_is_named_by_subject_and_expectation() -> None:
     functions = (
         (node.name, file)
         for file in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.FunctionDef)
     )
     assert [f"{file}: {name}" for name, file in functions if re.match("test_(what|how|why|it)_", name)] == []
@@ -311,7 +318,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def test_no_participle_names_a_value() -> None:
     """A name says what a value is, which "found" and "asked" do not: a reader has to look up who asked for what."""
-    trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in MODULES.items()}
+    trees = {name: parsed(file) for name, file in MODULES.items()}
     named = {(name, line, each) for name, tree in trees.items() for each, line in bound_names(tree)}
     assert sorted(each for each in named if each[2].strip("_") in PARTICIPLES) == []
 

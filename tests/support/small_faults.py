@@ -34,7 +34,7 @@ _RUNTIME: Final = "fp8graph/runtime"
 _BACKEND: Final = "fp8graph/backend"
 _REPORT: Final = "fp8graph/report"
 _TOOLS: Final = "fp8graph/tools"
-_PLANNING: Final = "fp8graph/extras/planning"
+_EXTRAS: Final = "fp8graph/extras"
 _COMPAT: Final = "fp8graph/compat"
 _INTEGRATIONS: Final = "fp8graph/integrations"
 _LIBRARIES: Final = "fp8graph/libraries"
@@ -439,7 +439,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a file of tune that cannot be written ends it",
-        f"{_PLANNING}/scoring.py",
+        f"{_EXTRAS}/planning/scoring.py",
         "except (OSError, ConfigError) as error:",
         "except OSError as error:",
         ("tests/extras/test_scoring.py",),
@@ -1432,28 +1432,28 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # planning
     Fault(
         "replicas are taken for neighbours",
-        f"{_PLANNING}/workload.py",
+        f"{_EXTRAS}/planning/workload.py",
         '"dp": self.tp * self.fsdp}',
         '"dp": self.fsdp}',
         ("tests/extras/test_mesh.py", "tests/extras/test_step_cost.py"),
     ),
     Fault(
         "the slower of ring and tree is taken",
-        f"{_PLANNING}/step_cost.py",
+        f"{_EXTRAS}/planning/step_cost.py",
         "2 * min(latency, tree)",
         "2 * max(latency, tree)",
         ("tests/extras/test_mesh.py", "tests/extras/test_step_cost.py"),
     ),
     Fault(
         "an axis of a mesh may be given twice",
-        f"{_PLANNING}/workload.py",
+        f"{_EXTRAS}/planning/workload.py",
         "if axis in values:",
         "if axis in ():",
         ("tests/extras/test_mesh.py",),
     ),
     Fault(
         "the error of a group is that of its last layer",
-        f"{_PLANNING}/tune.py",
+        f"{_EXTRAS}/planning/tune.py",
         "error = score.error + (0.0 if before is None else before.error)",
         "error = score.error",
         ("tests/extras/test_tuned.py", "tests/extras/test_tune.py"),
@@ -1610,42 +1610,42 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a full static cache takes more tokens",
-        f"{_INTEGRATIONS}/kv_layer.py",
+        f"{_EXTRAS}/kv_layer.py",
         "if stored + new > room:",
         "if new > room:",
         ("tests/extras/test_kv_layer.py", "tests/extras/test_kv_cache.py"),
     ),
     Fault(
         "a cache that was reset has no exact prefill",
-        f"{_INTEGRATIONS}/kv_layer.py",
+        f"{_EXTRAS}/kv_layer.py",
         'self._both("reset")\n        self._is_new = True',
         'self._both("reset")',
         ("tests/extras/test_kv_layer.py", "tests/extras/test_kv_cache.py"),
     ),
     Fault(
         "the margin of a cache leaves less room",
-        f"{_INTEGRATIONS}/kv_layer.py",
+        f"{_EXTRAS}/kv_layer.py",
         "amax * (margin / _LARGEST)",
         "amax / (margin * _LARGEST)",
         ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "calibration forgets all texts but the last",
-        f"{_INTEGRATIONS}/kv_layer.py",
+        f"{_EXTRAS}/kv_layer.py",
         "torch.maximum(a, b) for a, b in zip(old, new",
         "b for a, b in zip(old, new",
         ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "one scale for keys and values is not read",
-        f"{_INTEGRATIONS}/kv_layer.py",
+        f"{_EXTRAS}/kv_layer.py",
         "_?(k|v|kv)_scale",
         "_?(k|v)_scale",
         ("tests/extras/test_kv_scales.py",),
     ),
     Fault(
         "DDP's gradients are added up, not averaged",
-        f"{_INTEGRATIONS}/gradients.py",
+        f"{_EXTRAS}/gradients.py",
         "mean = self._reduced(padded, group) / ranks",
         "mean = self._reduced(padded, group)",
         ("tests/extras/test_gradients.py",),

@@ -642,6 +642,7 @@ def programs() -> dict[str, list[tuple[fx.Graph, dict[fx.Node, Source]]]]:
     return graphs
 
 
+@pytest.mark.slow
 def test_mutants_are_found(programs: Any, capsys: pytest.CaptureFixture[str]) -> None:
     count, missed = 200, list[str]()
     for name, graph, sources in mutants(programs, count, seed=0):
@@ -653,6 +654,7 @@ def test_mutants_are_found(programs: Any, capsys: pytest.CaptureFixture[str]) ->
     assert len(missed) <= count // 20, missed
 
 
+@pytest.mark.slow
 def test_changes_that_keep_the_result_raise_nothing(programs: Any) -> None:
     raised = [
         name
