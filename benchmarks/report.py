@@ -33,7 +33,12 @@ from benchmarks.records import RESULTS, console
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = RESULTS / "first_hour"
 RECORDS: Final = RESULTS / "records"
-PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "docs" / "records.md", ROOT / "README.md")
+PAGES: Final = (
+    ROOT / "docs" / "measurements.md",
+    ROOT / "docs" / "records.md",
+    ROOT / "README.md",
+    RESULTS / "README.md",
+)
 NO_GPU: Final = "Not run on a GPU yet: no GPU result exists, and no speed is claimed."
 NO_RECORD: Final = "There is no record yet."
 # What is compared with bf16: the heading, and the table of one run's rows
@@ -46,15 +51,16 @@ COMPARED: Final[dict[str, tuple[str, Callable[[Sequence[Row]], str]]]] = {
     "sweep": ("One linear, forward and backward", tables.sweep),
 }
 BOUNDED: Final = ("linears", "layers")  # R is measured in the same run
-OTHERS: Final[dict[str, tuple[str, Callable[[Run], str]]]] = {
-    "train": ("Steps with fused AdamW", tables.train),
+OTHERS: Final[dict[str, tuple[str, Callable[[Run], str]]]] = {"train": ("Steps with fused AdamW", tables.train)}
+# Of single kernels, which stand beside the raw files
+KERNELS: Final[dict[str, tuple[str, Callable[[Run], str]]]] = {
     "gemm": ("GEMMs, TFLOP/s", tables.gemms),
     "quant": ("Quantization, TB/s", tables.quantization),
 }
 
 
 def gpu_page(runs: Sequence[Run], folder: Path) -> str:
-    """Return all of what GPUs measured, or the line that says that none has."""
+    """Return what GPUs measured of linears, layers and models, or the line that says that none has."""
     runs = [run for run in runs if run.gpu]
     if not any(run.clean for run in runs):
         return "\n\n".join([NO_GPU, *_left_out(runs)])
@@ -66,12 +72,24 @@ def gpu_page(runs: Sequence[Run], folder: Path) -> str:
                 *_of_section(section, published, make),
                 *_shown(folder, plots.of_section(section)),
             ]
-    for section, (title, make) in OTHERS.items():
-        if run := last_with(runs, section):
-            parts += [f"### {title}", tables.run_line(run), make(run)]
+    parts += _of_last_runs(runs, OTHERS)
+    return "\n\n".join(part for part in parts if part).strip()
+
+
+def kernels_page(runs: Sequence[Run]) -> str:
+    """Return what GPUs measured of single kernels, and what failed or was not reached in any section."""
+    runs = [run for run in runs if run.gpu]
+    parts = [*_of_last_runs(runs, KERNELS)]
     if notes := list(tables.failures(runs)):
         parts += ["### What failed or was not reached", "\n".join(notes)]
-    return "\n\n".join(part for part in parts if part).strip()
+    return "\n\n".join(parts) or NO_GPU
+
+
+def _of_last_runs(runs: Sequence[Run], sections: dict[str, tuple[str, Callable[[Run], str]]]) -> Iterator[str]:
+    """Yield the heading, the run and the table of each section that a run has."""
+    for section, (title, make) in sections.items():
+        if run := last_with(runs, section):
+            yield from (f"### {title}", tables.run_line(run), make(run))
 
 
 def _left_out(runs: Sequence[Run]) -> Iterator[str]:
@@ -174,6 +192,7 @@ def blocks(folder: Path, records: Path = RECORDS) -> dict[str, str]:
     runs = load(folder)
     made = {
         "gpu": gpu_page(runs, folder),
+        "kernels": kernels_page(runs),
         "speed": short(runs, folder),
         "host": "Not measured yet.",
         "records": record_page(records),

@@ -16,7 +16,7 @@ from benchmarks.records import RESULTS
 from fp8graph.hardware import bf16_sheet
 
 ROOT = Path(__file__).parents[2]
-MEASUREMENTS, RECORDS, README = report.PAGES
+MEASUREMENTS, RECORDS, README, RAW = report.PAGES
 LEFT_OUT = "Runs of a changed tree, not shown: "
 Line = dict[str, Any]
 
@@ -396,7 +396,7 @@ def test_gemms_of_few_rows_are_shown_for_one_weight(tmp_path: Path) -> None:
     shapes = [(8192, 4096, 4096), (1, 4096, 4096), (8, 4096, 4096), (1, 2048, 2048), (8192, 2048, 2048)]
     rates = [{"section": "gemm", "variant": "bf16", "m": m, "n": n, "k": k, "tflops": 700.0} for m, n, k in shapes]
     made_up.write_lines(folder, NEXT, [start, *rates])
-    shown = report.blocks(folder)["gpu"].partition("### GEMMs, TFLOP/s")[2]
+    shown = report.blocks(folder)["kernels"].partition("### GEMMs, TFLOP/s")[2]
     sizes = [" x ".join(map(str, shape)) for shape in shapes]
     assert [size for size in sizes if f"\n| {size} | 700 |" not in shown] == ["1 x 2048 x 2048"]
     assert "The file has 1 more shapes" in shown
@@ -423,10 +423,10 @@ def test_a_page_of_made_up_results(tmp_path: Path) -> None:
     row = "| tensorwise | 17.419 | 27.000 | 1.550 | 19.286 | 1.107 | 5.0% | 1.000 | 17.419 | 40 | 62 | 8 | 28 |"
     assert f"{row} 100 | 200 | 650 | 1,500 |" in page["gpu"]
     assert "Where the host's time goes:\n\n* **bf16**: `aten::made_up` 0.25 ms (3x)" in page["gpu"]
-    assert f"* {run}: layers, torchao rowwise: RuntimeError: made up" in page["gpu"]
-    assert f"* {run}: layers, made up: it is not installed" in page["gpu"]
+    assert f"* {run}: layers, torchao rowwise: RuntimeError: made up" in page["kernels"]
+    assert f"* {run}: layers, made up: it is not installed" in page["kernels"]
     stopped = f"* Contenders that no run reached before its time was over: 1 ({run}): layers: `tensorwise, save memory`"
-    assert stopped in page["gpu"]
+    assert stopped in page["kernels"]
     row = "| tensorwise | 1,310 | 1,000 | 1.310 | 1,210 | 1.083 | 8 | 7 | 79% | 2,000 | 1,000 | 690 | 12.3 |"
     assert f"{row} 9.000 | 8.100 | 7.100 | 6.100 |" in page["gpu"]
     assert "llama-3-8b: 8,192 tokens per step, AdamW, fresh text in each step (made up). The board" in page["gpu"]
@@ -513,4 +513,5 @@ def test_the_documents_say_what_the_results_say() -> None:
     assert all(f"<!-- {name}: begin -->" in measurements for name in ("gpu", "host", "compile", "checkpointing"))
     assert "<!-- speed: begin -->" in README.read_text(encoding="utf-8")
     assert "<!-- records: begin -->" in RECORDS.read_text(encoding="utf-8")
+    assert "<!-- kernels: begin -->" in RAW.read_text(encoding="utf-8")
     assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
