@@ -147,11 +147,14 @@ def samples(page: Path) -> Iterator[Sample]:
 
 
 def run(page: Path, preamble: str = "", *, section: str | None = None, slow: bool = False) -> None:
-    """Run the samples of ``page``, or of a section of it; with ``slow``, those that are marked so, too."""
+    """Run the samples of ``page``, or of a section of it after those before the first section, its set-up.
+
+    With ``slow``, those that are marked so, too.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(preamble, f"<preamble of {page.name}>", "exec"), namespace)
     for sample in samples(page):
-        if section not in (None, sample.section):
+        if section is not None and sample.section not in ("", section):
             continue
         if not sample.mark or (slow and sample.mark.startswith("slow") and sample.can_run()):
             sample.run(namespace)
