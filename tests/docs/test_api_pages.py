@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import fp8graph
-from fp8graph import numerics, planning
+from fp8graph import numerics
+from fp8graph.extras import planning
 from samples import ROOT, anchors, name_of, run, samples, without_a_reason
 from samples import apart as apart  # a fixture
 
@@ -23,8 +24,13 @@ SECTIONS = [(page, name) for page in PAGES for name in re.findall(r"(?m)^## (.+)
 SLOW = [(page, sample.section) for page in PAGES for sample in samples(page) if sample.mark.startswith("slow")]
 MODULES = [
     "fp8graph",
-    *(f"fp8graph.{name}" for name in ("numerics", "planning")),
-    *(f"fp8graph.integrations.{file.stem}" for file in (ROOT / "fp8graph" / "integrations").glob("[!_]*.py")),
+    "fp8graph.numerics",
+    "fp8graph.extras.planning",
+    *(
+        f"fp8graph.{room}.{file.stem}"
+        for room in ("integrations", "extras")
+        for file in (ROOT / "fp8graph" / room).glob("[!_]*.py")
+    ),
 ]
 
 
@@ -61,7 +67,7 @@ def test_groups_and_pages_are_recognised() -> None:
     assert not is_group(fp8graph.models)  # it has a section of its own
     assert "fp8graph.Policy" in paths(FOLDER / "policies.md")
     assert (FOLDER / "policies.md", "Policy") in SECTIONS
-    assert {"fp8graph.integrations.kv_cache", "fp8graph.integrations.gradients"} <= set(MODULES)
+    assert {"fp8graph.extras.kv_cache", "fp8graph.extras.gradients"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
