@@ -337,9 +337,8 @@ def completion(options: argparse.Namespace) -> int:
 
 def _positive(text: str) -> int:
     """A number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if not re.fullmatch("[0-9]+", text) or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return number
 
 

@@ -82,6 +82,11 @@ class Rule:
             )
         if pattern == "":
             raise PolicyError(f'{self._described}: the pattern is empty: no layer has this name. "*" matches all.')
+        if isinstance(pattern, str) and (escape := re.search(r"\\[.dws]", pattern)):
+            raise PolicyError(
+                f"{self._described}: the pattern has {escape[0]}, and a string is a glob, not a regular expression: "
+                "for one, write re.compile(...), or regex = in place of pattern = in a file."
+            )
         if self.op not in OPS:
             raise PolicyError(f"{self._described}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:

@@ -23,14 +23,18 @@ HIGH_PRECISION: Final = "high_precision"
 RECIPE_NAMES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8", "nvfp4")
 
 _NO_FP8: Final = f" For no FP8: {HIGH_PRECISION!r}, or None."
-_OTHER_WORDS: Final = {  # that other libraries use, or that name no way of scaling
+_OTHER_NAMES: Final = {  # of recipes: in other libraries, in sentences, and of their classes
+    "tensorwise": ("current", "dynamic", "per_tensor", "per-tensor", "tensor", "float8currentscaling"),
+    "rowwise": ("per_row", "per-row", "per_token", "per_channel", "axiswise", "float8rowwisescaling"),
+    "blockwise": ("block", "per_block", "per-block", "deepseek", "float8blockscaling"),
+    "mxfp8": ("mx", "mxfp8blockscaling"),
+    "nvfp4": ("fp4", "nvfp4blockscaling"),
+}
+_HINTS: Final = {
+    **{other: f" Did you mean {name!r}?" for name, others in _OTHER_NAMES.items() for other in others},
     **dict.fromkeys(("fp8", "float8", "auto", "default", "e4m3"), " Leave the recipe out: the device decides."),
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "fp32", "none", "off", "no"), _NO_FP8),
-    **dict.fromkeys(("current", "dynamic", "per_tensor", "per-tensor", "tensor"), " Did you mean 'tensorwise'?"),
-    **dict.fromkeys(("per_row", "per-row", "per_token", "per_channel", "axiswise"), " Did you mean 'rowwise'?"),
-    **dict.fromkeys(("block", "per_block", "per-block", "deepseek"), " Did you mean 'blockwise'?"),
-    "hybrid": " 'tensorwise' and 'delayed' have gradients in E5M2, as HYBRID does.",
-    "fp4": " Did you mean 'nvfp4'?",
+    **dict.fromkeys(("hybrid", "e5m2"), " 'tensorwise' and 'delayed' have gradients in E5M2, as HYBRID does."),
 }
 
 
@@ -39,7 +43,7 @@ def why_no_recipe(name: str, names: Iterable[str] = RECIPE_NAMES) -> str:
     available = [*names, HIGH_PRECISION]
     if name in available:
         return ""
-    meant = _OTHER_WORDS.get(name.lower()) or did_you_mean(name.lower(), available)
+    meant = _HINTS.get(name.lower()) or did_you_mean(name.lower(), available)
     return f"unknown recipe {name!r}.{meant} Available: {', '.join(map(repr, available))}."
 
 

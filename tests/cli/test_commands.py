@@ -82,6 +82,14 @@ for line in {lines}:
         assert WRONG[line[line.index("--re" if "--re" in line else "--ta") :]] in error
 
 
+@pytest.mark.parametrize("number", ["abc", "0", "-3", "1.5"])
+def test_a_wrong_number_is_shown(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "llama", f"--seq={number}"])
+    message = f"argument --seq: must be a whole number of at least 1, not {number!r}\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
 def _takes(command: str, wrong: str) -> bool:
     option, *values = wrong.split()
     name = command.split()[0]

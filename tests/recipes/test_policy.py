@@ -391,6 +391,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         (lambda: Rule(3, None), "the pattern must be a glob"),  # pyright: ignore
         (lambda: Rule("", None), r"Rule\('', ...\): the pattern is empty: no layer has this name. \"\*\" matches all"),
         (lambda: Rule(re.compile(b"a"), None), "the pattern must be a glob"),  # pyright: ignore
+        (lambda: Rule(r"layers\.0\..*", None), r"has \\\., and a string is a glob.* re.compile\(...\), or regex ="),
         (lambda: Rule("a", "nosuch"), r"Rule\('a', ...\): unknown recipe 'nosuch'"),
         (lambda: Rule("a", None, op="conv"), "op must be one of linear, matmul"),
         (lambda: Rule("a", None, wgrad="nosuch"), "unknown recipe 'nosuch'"),

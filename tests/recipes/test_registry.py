@@ -27,6 +27,8 @@ from fp8graph.recipes import recipe as named
         ("bf16", "unknown recipe 'bf16'. For no FP8: 'high_precision', or None. Available"),
         ("FP8", "unknown recipe 'FP8'. Leave the recipe out: the device decides. Available"),
         ("current", "unknown recipe 'current'. Did you mean 'tensorwise'\\? Available"),
+        ("e5m2", "unknown recipe 'e5m2'. 'tensorwise' and 'delayed' have gradients in E5M2, as HYBRID does. Available"),
+        ("mx", "unknown recipe 'mx'. Did you mean 'mxfp8'\\? Available"),
         (7, "7 is not a recipe. Give a recipe object, one of 'tensorwise'"),
         (Float8CurrentScaling, r"is not a recipe. Give a recipe object.* Did you mean Float8CurrentScaling\(\)\?"),
         ([], r"\[\] is not a recipe"),
@@ -41,6 +43,12 @@ from fp8graph.recipes import recipe as named
 def test_recipes_that_do_not_exist(value: Any, message: str) -> None:
     with pytest.raises(fp8graph.UnsupportedRecipeError, match=message):
         resolve_recipe(value)
+
+
+@pytest.mark.parametrize("name", sorted({*RECIPE_NAMES} - {"rowwise_with_gw_hp"}))
+def test_the_name_of_a_class_leads_to_its_recipe(name: str) -> None:
+    with pytest.raises(fp8graph.UnsupportedRecipeError, match=f"Did you mean '{name}'"):
+        resolve_recipe(type(resolve_recipe(name)).__name__)
 
 
 @pytest.mark.parametrize("name", recipes.RECIPE_NAMES)
@@ -95,7 +103,7 @@ def test_the_name_of_a_recipe() -> None:
 
 
 def test_other_words_lead_to_recipes_that_exist() -> None:
-    meant = [name for text in words._OTHER_WORDS.values() for name in re.findall("'(\\w+)'", text)]
+    meant = [name for text in words._HINTS.values() for name in re.findall("'(\\w+)'", text)]
     assert {*meant} <= {*RECIPE_NAMES, "high_precision"}
     for name in ("tensorwise", "delayed"):
         assert getattr(resolve_recipe(name), "fp8_format", None) is Format.HYBRID
