@@ -204,9 +204,12 @@ class Report:
 
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and
-        what Dynamo runs in eager instead."""
-        parts = [summary(self.gemms, self.others, len(self.in_force))]
-        if older := len(self.graphs) - len(self.in_force):
+        what Dynamo runs in eager instead; or that there is no graph yet."""
+        older = len(self.graphs) - len(self.in_force)
+        called = "called under this policy" if older else "called"
+        waiting = f"no graph: the model has not been {called} yet, or Dynamo compiled nothing of it"
+        parts = [summary(self.gemms, self.others, len(self.in_force)) if self.in_force else waiting]
+        if older:
             parts.append("1 graph of an earlier policy" if older == 1 else f"{older} graphs of earlier policies")
             parts[-1] += ", not counted"
         if self.eager_frames:
@@ -226,11 +229,8 @@ class Report:
 
     def notes(self) -> list[str]:
         """Further facts, one sentence each."""
-        waiting = (
-            [] if self.in_force else ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
-        )
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
-        lines = waiting + [
+        lines = [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
         ]
         total = shares(self.gemms, self.others).total

@@ -232,7 +232,9 @@ def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
 
 def test_before_the_first_call_it_says_why_it_is_empty() -> None:
     report = fp8graph.Backend(compiler="eager").report
-    assert report.notes() == ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
+    assert report.summary() == "no graph: the model has not been called yet, or Dynamo compiled nothing of it"
+    assert str(report).startswith(report.summary())
+    assert report.notes() == []
 
 
 def test_summary_counts_graphs_of_the_current_policy() -> None:
@@ -244,8 +246,9 @@ def test_summary_counts_graphs_of_the_current_policy() -> None:
     assert backend.report.summary() == "3 of 7 GEMMs in FP8, 42 % of the FLOPs of all products, in 1 graph"
     backend.set_policy(ALL)
     report = backend.report
-    assert report.summary() == "0 of 0 GEMMs in FP8, in 0 graphs; 1 graph of an earlier policy, not counted"
-    assert report.notes() == ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
+    waiting = "no graph: the model has not been called under this policy yet, or Dynamo compiled nothing of it"
+    assert report.summary() == f"{waiting}; 1 graph of an earlier policy, not counted"
+    assert report.notes() == []
     report.check()
     compiled(x).sum().backward()
     report = backend.report

@@ -134,4 +134,4 @@ def test_a_bare_sequential_stays_in_eager_and_the_report_is_empty() -> None:
     compiled(torch.randn(16, 32)).sum().backward()
     report = backend_of(compiled).report
     assert report.gemms == []
-    assert report.notes() == ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
+    assert report.summary() == "no graph: the model has not been called yet, or Dynamo compiled nothing of it"
