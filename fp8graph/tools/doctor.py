@@ -85,7 +85,7 @@ def here() -> tuple[str, str, str | None]:
 
 
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
-    """Whether tests ran on these versions together, or with another Python; if not, on which they did."""
+    """Whether tests ran on these versions together, or with another Python; if not, the nearest that they ran on."""
     both = [run for run in RUNS if _same(torch_version, run.torch) and _same(transformers, run.transformers)]
     matches = [run for run in both if _same(python, run.python)] or both
     if matches:
@@ -94,9 +94,10 @@ def remark(torch_version: str, python: str, transformers: str | None) -> str:
         return f"{which} ran on them" + (f", with Python {pythons}" if pythons else "")
     low, high = SUPPORTED_TORCH
     allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
-    runs = "; ".join(f"{run}{'' if run.all_fast_tests else ' (a sample)'}" for run in RUNS)
     only = "" if allowed else f", and only torch {low} to {high} is allowed"
-    return f"no tests ran on them{only}. They ran on {runs}"
+    with_torch = [run for run in RUNS if _same(torch_version, run.torch)]
+    nearest = max(with_torch or RUNS, key=lambda run: (run.all_fast_tests, *_numbers(run.torch)))
+    return f"no tests ran on them{only}. {'All fast ones' if nearest.all_fast_tests else 'A sample'} ran on {nearest}"
 
 
 def _same(version: str | None, tested: str) -> bool:
