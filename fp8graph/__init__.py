@@ -7,12 +7,12 @@ See the README for a tour and ``fp8graph.passes`` for how it works.
 
 import importlib
 import importlib.util
-import pathlib
 import sys
 import typing
 
 from fp8graph import late as _late
 from fp8graph.version import __version__ as __version__
+from fp8graph.words import extras as _extras
 
 if typing.TYPE_CHECKING:
     from fp8graph.face import *  # noqa: F403
@@ -59,17 +59,7 @@ def _load() -> None:
 _late.policy_of_checkpoint.load = lambda: importlib.import_module(f"{__name__}.tools.checkpoint_policy").policy_of
 
 
-def _is_installed() -> bool:
-    if any(pathlib.Path(__file__).parents[1].glob(f"{__name__}-*.dist-info")):  # from a wheel
-        return True
-    metadata = importlib.import_module("importlib.metadata")  # takes a fifth of a second
-    try:
-        return bool(metadata.distribution(__name__))
-    except metadata.PackageNotFoundError:
-        return False
-
-
 # A program that has torch gets everything at once. So does a bare checkout: torch finds its backend only once it is
 # registered.
-if "torch" in sys.modules or not _is_installed():
+if "torch" in sys.modules or not _extras.is_installed():
     _load()

@@ -20,17 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from fp8graph import words
 from fp8graph.version import __version__
-
-# the extra of ours that brings an optional package
-EXTRAS: Final = {
-    "rich": "cli",
-    "shtab": "cli",
-    "transformers": "hf",
-    "safetensors": "checkpoints",
-    "matplotlib": "demo",
-    "plotext": "demo",
-    "triton": "kernels",
-}
+from fp8graph.words.extras import EXTRAS, install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,11 +79,6 @@ def _add(commands: Any, command: Command) -> None:
         inner = one.add_subparsers(metavar="COMMAND")
         for each in command.commands:
             _add(inner, each)
-
-
-def install(package: str) -> str | None:
-    """The command that installs an optional package; None for one that no extra of ours brings."""
-    return f'pip install "fp8graph[{EXTRAS[package]}]"' if package in EXTRAS else None
 
 
 def demo(options: argparse.Namespace) -> int:
@@ -337,7 +322,8 @@ def completion(options: argparse.Namespace) -> int:
 
 def _positive(text: str) -> int:
     """A number of at least 1."""
-    if not re.fullmatch("[0-9]+", text) or (number := int(text)) < 1:
+    number = int(text) if re.fullmatch("[0-9]+", text) else 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return number
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fp8graph.errors import CheckpointError, did_you_mean, expect_path, printable, why_no_path
 from fp8graph.files import PARTIAL
+from fp8graph.words.extras import install
 
 INDEX: Final = "model.safetensors.index.json"
 REPLACED: Final = ".fp8graph-replaced-"  # in the name of a folder that a new one is about to replace
@@ -286,7 +287,7 @@ def imported_safetensors() -> Any:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")
     except ModuleNotFoundError as error:
-        message = 'reading and writing checkpoints needs safetensors. Run: pip install "fp8graph[checkpoints]"'
+        message = f"reading and writing checkpoints needs safetensors. Run: {install('safetensors')}"
         raise ModuleNotFoundError(message, name=error.name) from None
 
 

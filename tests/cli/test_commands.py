@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import fp8graph
-from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing, parser
+from fp8graph.cli import COMMANDS, main, missing, parser
+from fp8graph.words import extras
+from fp8graph.words.extras import EXTRAS, install
 
 
 @pytest.mark.parametrize(
@@ -227,6 +229,14 @@ def test_the_doctor_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert missing() == [("optional packages", "all installed")]
     assert install("nosuch") is None
+
+
+def test_a_checkout_that_is_not_installed_names_itself(tmp_path: Path) -> None:
+    """No index has fp8graph, so that pip would find none of this name, or a stranger's."""
+    (tmp_path / "extras.py").write_bytes(Path(extras.__file__).read_bytes())
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import extras; print(extras.install('rich'))"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f'pip install -e "{tmp_path.parents[1]}[cli]"\n'
 
 
 def test_extras_bring_what_is_said_of_them() -> None:

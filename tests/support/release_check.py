@@ -167,7 +167,7 @@ def check_doctor(python: Path, core: Path) -> None:
     pip = [core, "-m", "pip", "--python", python]
     listed = json.loads(run([*pip, "list", "--format", "json", "--disable-pip-version-check"]))
     installed = {package["name"] for package in listed}
-    of_extras = 'from fp8graph.cli import EXTRAS; print(*(f"{p}={e}" for p, e in EXTRAS.items()))'
+    of_extras = 'from fp8graph.words.extras import EXTRAS; print(*(f"{p}={e}" for p, e in EXTRAS.items()))'
     extra_of = dict(pair.split("=") for pair in run([python, "-I", "-c", of_extras]).split())
     printed = run([python, "-I", "-m", "fp8graph", "doctor"])
     told = dict(re.findall(r'(?m)^(\w+) +not installed\. Run: pip install "fp8graph\[(\w+)\]"$', printed))
