@@ -1,6 +1,7 @@
 """fp8graph: FP8 training and inference as a backend of torch.compile.
 
-    model = torch.compile(model, backend="fp8graph")
+    fp8graph.compile(model)  # in place, under the names that its layers have
+    model = torch.compile(model, backend="fp8graph")  # or as torch has it
 
 See the README for a tour and ``fp8graph.passes`` for how it works.
 """
@@ -12,6 +13,7 @@ import typing
 
 from fp8graph import late as _late
 from fp8graph.version import __version__ as __version__
+from fp8graph.words import did_you_mean as _did_you_mean
 from fp8graph.words import extras as _extras
 
 if typing.TYPE_CHECKING:
@@ -29,8 +31,9 @@ def __getattr__(name: str) -> typing.Any:
     try:
         return globals()[name]
     except KeyError:
-        ours = f". Its counterpart: {_PEERS[name]}" if name in _PEERS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{ours}") from None
+        close = _did_you_mean(name, importlib.import_module(f"{__name__}.face").__all__)
+        hint = f" Its counterpart: {_PEERS[name]}" if name in _PEERS else close
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint and '.'}{hint}") from None
 
 
 def __dir__() -> list[str]:

@@ -51,6 +51,18 @@ def test_a_peers_name_answers_with_ours(name: str) -> None:
     assert ours in fp8graph.__all__
 
 
+@pytest.mark.parametrize(("name", "meant"), [("DelayedScalng", "DelayedScaling"), ("explian", "explain")])
+def test_a_misspelt_name_answers_with_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. Did you mean '{meant}'\\?$"):
+        getattr(fp8graph, name)
+
+
+def test_help_begins_with_the_call_of_the_readme() -> None:
+    readme = Path(fp8graph.__file__).parents[1] / "README.md"
+    assert "fp8graph.compile(model)" in readme.read_text(encoding="utf-8")
+    assert "    fp8graph.compile(model)" in (fp8graph.__doc__ or "")
+
+
 @pytest.mark.slow
 def test_names_are_listed_before_torch_is_imported() -> None:
     code = "import sys, fp8graph; assert 'torch' not in sys.modules; print('explain' in dir(fp8graph))"
