@@ -342,6 +342,14 @@ def _target(name: str) -> str:
     return name
 
 
+def _policy(name: str) -> Path:
+    """A policy file, or a checkpoint that has one; it is read later."""
+    if not (path := Path(name)).exists():
+        meant = f". Did you mean --recipe {name}?" if name in words.RECIPE_NAMES else ""
+        raise argparse.ArgumentTypeError(f"{name}: no such file or folder{meant}")
+    return path
+
+
 def _check_writable(path: Path, *endings: str) -> None:
     """Raise ConfigError, before any work is done, if a file cannot be written there."""
     from fp8graph.errors import ConfigError
@@ -416,7 +424,7 @@ _MODEL: Final[Arguments] = {
 }
 # decides about each GEMM
 _POLICY: Final[Arguments] = {
-    "--policy": dict(help="a policy file (.toml or .json)"),
+    "--policy": dict(type=_policy, help="a policy file (.toml or .json)"),
     "--recipe": dict(type=_recipe, help="the recipe of the default policy"),
     "--target": dict(type=_target, help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ..."),
 }
@@ -495,7 +503,7 @@ COMMANDS: Final = (
             "source": dict(type=Path, help="a folder with config.json and safetensors files in high precision"),
             "folder": dict(type=Path, help="the folder to write, which must not exist"),
             "--recipe": dict(type=_recipe, default="blockwise", help="(default blockwise)"),
-            "--policy": dict(type=Path, metavar="FILE", help="a policy file, in place of the default policy"),
+            "--policy": dict(type=_policy, metavar="FILE", help="a policy file, in place of the default policy"),
             "--format": dict(default="auto", help="auto, fp8, compressed-tensors or modelopt (default auto)"),
             "--overwrite": dict(action="store_true", help="replace a checkpoint in the folder"),
         },
