@@ -7,6 +7,7 @@ what it needs, and checks its arguments before that.
 from __future__ import annotations
 
 import argparse
+import bisect
 import importlib
 import importlib.util
 import json
@@ -21,6 +22,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 from fp8graph import words
 from fp8graph.version import __version__
 from fp8graph.words.extras import EXTRAS, install
+
+SEQ: Final = 128  # tokens of a sequence of a model that is explained, if nobody says
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +117,36 @@ def explain(options: argparse.Namespace) -> int:
         from fp8graph.report.tree import print_tree
 
         print_tree(report, type(model).__name__)
+    too_slow = not any(gemm.recipe for gemm in report.gemms) and any(gemm.by_profitability for gemm in report.gemms)
+    if too_slow and options.batch is options.seq is None and not (options.json or options.graph):
+        print(f"fp8graph: {_faster_from(options, training=training, **settings)}", file=sys.stderr)
     return 0
+
+
+def _faster_from(options: argparse.Namespace, **settings: Any) -> str:
+    """A sentence about the fewest tokens with which some GEMM is faster in FP8, by two layers of the model."""
+    from fp8graph.tools.hugging_face import config_of, inputs_of, model_of
+
+    model = model_of(config_of(options.model, min(options.layers or 2, 2))[0], options.name)
+
+    def inputs(batch: int) -> dict[str, Any]:
+        return inputs_of(model, batch, SEQ, training=settings["training"])[0]
+
+    def is_faster(batch: int) -> bool:
+        return any(gemm.recipe for gemm in _traced(model, inputs(batch), **settings).gemms)
+
+    place = bisect.bisect_left(batches := [2**power for power in range(1, 8)], True, key=is_faster)
+    sizes = [_size(inputs(batch), batch, SEQ) for batch in (1, *batches)]
+    slow = f"no GEMM is faster in FP8 with {sizes[0]}"
+    if place == len(batches):
+        return f"{slow}, nor with {sizes[-1]}."
+    return f"{slow}. From {sizes[place + 1]} on, some are: --batch {batches[place]}."
+
+
+def _size(inputs: dict[str, Any], batch: int, seq: int) -> str:
+    """The size of made-up inputs, of which those of images have no tokens."""
+    of_tokens = {"input_ids", "decoder_input_ids", "input_values"} & inputs.keys()
+    return f"{batch} x {seq} tokens" if of_tokens else f"a batch of {batch}"
 
 
 def _stage(report: Any, name: str) -> str:
@@ -161,7 +193,7 @@ def plan(options: argparse.Namespace) -> int:
     if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
         raise ConfigError(f"plan predicts causal language models, and {type(model).__name__} is not one.")
     report = _traced(model, inputs, training=True, **settings)
-    work = planning.of_model(model, report, options.seq)
+    work = planning.of_model(model, report, options.seq or SEQ)
     plans = [planning.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
     print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
     return 0
@@ -366,8 +398,12 @@ def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, di
 
     config, cut = config_of(options.model, options.layers)
     model = model_of(config, options.name)
-    inputs, left_out = inputs_of(model, options.batch, options.seq, training=training)
-    print(f"fp8graph: {', '.join(filter(None, (type(model).__name__, left_out, cut)))}", file=sys.stderr)
+    batch, seq = options.batch or 1, options.seq or SEQ
+    inputs, left_out = inputs_of(model, batch, seq, training=training)
+    size = _size(inputs, batch, seq)
+    others = "--batch and --seq change" if size.endswith("tokens") else "--batch changes"
+    assumed = "" if options.seq else f"{size} assumed ({others} that)"
+    print(f"fp8graph: {', '.join(filter(None, (type(model).__name__, assumed, left_out, cut)))}", file=sys.stderr)
     return model, inputs
 
 
@@ -419,8 +455,8 @@ _MODEL: Final[Arguments] = {
         dest="name", metavar="NAME", help="a class of transformers, like AutoModelForSequenceClassification"
     ),
     "--layers": dict(type=_positive, help="layers per stack (default: all of a config, 2 of a type)"),
-    "--batch": dict(type=_positive, default=1, help="sequences per replica (default 1)"),
-    "--seq": dict(type=_positive, default=128, help="tokens per sequence (default 128)"),
+    "--batch": dict(type=_positive, help="sequences per replica (default 1)"),
+    "--seq": dict(type=_positive, help=f"tokens per sequence (default {SEQ})"),
 }
 # decides about each GEMM
 _POLICY: Final[Arguments] = {

@@ -35,6 +35,44 @@ def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_explain_says_how_many_tokens_it_assumed_and_how_many_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "llama", "--target", "sm_90"]) == 0
+    out, err = capsys.readouterr()
+    assert "0 of 45 GEMMs in FP8" in out
+    first, *_, last = err.splitlines()
+    assert first.startswith("fp8graph: LlamaForCausalLM, 1 x 128 tokens assumed (--batch and --seq change that), ")
+    assert last == (
+        "fp8graph: no GEMM is faster in FP8 with 1 x 128 tokens. From 8 x 128 tokens on, some are: --batch 8."
+    )
+    assert main(["explain", "llama", "--target", "sm_90", "--batch", "8", "--table"]) == 0
+    out, err = capsys.readouterr()
+    assert "4 of 45 GEMMs in FP8" in out
+    assert err.splitlines()[0].startswith("fp8graph: LlamaForCausalLM, 8 x 128 tokens assumed (")
+    assert "faster" not in err
+    assert main(["explain", "vit", "--inference", "--layers", "1"]) == 0
+    assert capsys.readouterr().err.startswith(
+        "fp8graph: ViTForImageClassification, a batch of 1 assumed (--batch changes"
+    )
+
+
+@pytest.mark.slow
+def test_a_model_too_narrow_for_fp8_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tiny_models import llama_config
+
+    llama_config(1).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--target", "sm_90"]) == 0
+    assert capsys.readouterr().err.endswith(
+        "no GEMM is faster in FP8 with 1 x 128 tokens, nor with 128 x 128 tokens.\n"
+    )
+    assert main(["explain", str(tmp_path)]) == 0  # for a CPU, which has no speed to gain
+    assert capsys.readouterr().err == (
+        "fp8graph: LlamaForCausalLM, 1 x 128 tokens assumed (--batch and --seq change that)\n"
+    )
+
+
+@pytest.mark.slow
 def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tiny_models import llama_config
 
