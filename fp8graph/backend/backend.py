@@ -33,7 +33,7 @@ from fp8graph.backend.inductor_passes import (
 )
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
-from fp8graph.ir.settings import Settings, SettingsArguments, choices
+from fp8graph.ir.settings import Settings, SettingsArguments, choices, show_arguments
 from fp8graph.passes import METHODS, STORES, BackendMethods, MethodArguments
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import current_region
@@ -49,7 +49,7 @@ from fp8graph.runtime.stores import Services, Store
 _Store = TypeVar("_Store", bound=Store)
 
 
-class BackendArguments(SettingsArguments, MethodArguments, total=False):
+class BackendArguments(MethodArguments, SettingsArguments, total=False):
     """The keyword arguments of :class:`Backend` but for ``recipe``."""
 
 
@@ -367,14 +367,4 @@ def _restored(arguments: dict[str, Any], state: bytes) -> Backend:
     return backend
 
 
-# help() and editors show settings, and the methods that are arguments, by name, not **settings
-Backend.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-    [
-        *(p for p in inspect.signature(Backend).parameters.values() if p.name != "settings"),
-        *(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Mapping[str, Any] | None")
-            for name in METHODS
-        ),
-        *inspect.signature(Settings).parameters.values(),
-    ]
-)
+show_arguments(Backend, BackendArguments, dict.fromkeys(METHODS) | Settings.defaults())

@@ -31,7 +31,7 @@ from fp8graph.backend.compiled_graph import graphs_of
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError, expect
-from fp8graph.ir.settings import Settings, SettingsArguments, arguments_of, choices
+from fp8graph.ir.settings import Settings, SettingsArguments, arguments_of, choices, show_arguments
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
 from fp8graph.runtime.staleness import optimizer_steps
@@ -227,6 +227,14 @@ def compile(  # noqa: A001  (the public name is torch's)
     if regions is UNDECIDED and not (by_eager or others.get("fullgraph") or backend.settings.cuda_graphs):
         wrappers.before_calls(model, _LongCompile(backend, model))
     return model
+
+
+show_arguments(
+    compile,
+    CompileArguments,
+    {name: parameter.default for name, parameter in inspect.signature(torch.compile).parameters.items()}
+    | Settings.defaults(),
+)
 
 
 class _LongCompile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
@@ -86,6 +87,11 @@ class Settings:
         return {name: arguments.pop(name) for name in Settings.names() if name in arguments}
 
     @staticmethod
+    def defaults() -> dict[str, Any]:
+        """The defaults of all settings, by name."""
+        return {field.name: field.default for field in dataclasses.fields(Settings)}
+
+    @staticmethod
     def names() -> tuple[str, ...]:
         """The names of all settings, in order."""
         return tuple(field.name for field in dataclasses.fields(Settings))
@@ -137,6 +143,31 @@ class SettingsArguments(TypedDict, total=False):
     fuse_linears: bool
     accumulate_wgrad: bool
     small_tiles: bool
+
+
+def show_arguments(function: Any, arguments: Any, defaults: Mapping[str, Any]) -> None:
+    """Give a function or class a signature that names its keyword arguments, for help() and the completion of IPython.
+
+    Both show ``**kwargs: Unpack[arguments]`` as ``kwargs``.
+
+    Args:
+        arguments: a TypedDict. Its keys take the place of ``**kwargs``, which stay if they have another type.
+        defaults: by key; keys without one are left out.
+    """
+    signature = inspect.signature(function)
+    shown = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=getattr(hint, "__forward_arg__", hint),
+        )
+        for name, hint in arguments.__annotations__.items()
+        if name in defaults
+    ]
+    *own, last = signature.parameters.values()
+    rest = [] if str(last.annotation).startswith("Unpack[") else [last]
+    function.__signature__ = signature.replace(parameters=[*own, *shown, *rest])
 
 
 def choices(what: str, name: str, names: Sequence[str]) -> str:

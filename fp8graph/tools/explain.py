@@ -21,7 +21,7 @@ from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.nodes import NAMES_KEY, TEXT_KEY
-from fp8graph.ir.settings import Settings
+from fp8graph.ir.settings import Settings, SettingsArguments, show_arguments
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import RecipeLike
 from fp8graph.report import Report
@@ -87,6 +87,9 @@ def explain(
     target = tracing.settings.hardware
     on_gpu = target is not None and target.is_gpu
     return dataclasses.replace(report, load_kernels=kernels if on_gpu else None)
+
+
+show_arguments(explain, SettingsArguments, Settings.defaults())
 
 
 class InputsError(ConfigError):

@@ -43,6 +43,31 @@ def test_arguments_of_compile_are_those_of_the_settings_and_of_torch() -> None:
     assert names - {*Settings.names(), *torchs} <= OF_SOME_TORCH
 
 
+def test_arguments_of_compile_are_shown_by_name() -> None:
+    shown = inspect.signature(fp8graph.compile).parameters
+    torchs = inspect.signature(torch.compile).parameters
+    assert [*shown][:7] == ["model", "policy", "recipe", "observe", "guard", "regions", "backend"]
+    assert {*shown} >= {*Settings.names()} | torchs.keys() - {"model", "backend"}
+    assert {*shown} - OF_SOME_TORCH <= {*typing.get_type_hints(CompileArguments), *[*shown][:7]}
+    for name in ("fullgraph", "dynamic", "mode", "options"):
+        assert shown[name].default == torchs[name].default
+    assert all(p.kind is p.KEYWORD_ONLY for p in [*shown.values()][2:])
+    assert shown["save"].default == Settings().save
+    assert fp8graph.compile.__name__ == "compile"
+
+
+def test_arguments_of_explain_are_shown_before_those_of_the_model() -> None:
+    shown = inspect.signature(fp8graph.explain).parameters
+    assert [*shown] == ["model", "args", "policy", "recipe", "training", "backend", *Settings.names(), "kwargs"]
+
+
+@pytest.mark.parametrize("call", ["Backend(", "compile(model, ", "explain(model, "])
+def test_an_editor_completes_settings(call: str) -> None:
+    jedi = pytest.importorskip("jedi", reason="jedi is not installed: pip install jedi")
+    names = [each.name for each in jedi.Interpreter(f"fp8graph.{call}cach", [{"fp8graph": fp8graph}]).complete()]
+    assert names == ["cache_weights="]
+
+
 def test_right_calls_have_the_types_that_are_stated() -> None:
     backend = Backend(recipe="rowwise", compiler="eager", cache_weights="update", observe={"every": 10})
     assert backend.settings.cache_weights == "update"
