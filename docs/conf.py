@@ -1,12 +1,14 @@
 """The documentation site, which ``make docs`` builds; CONTRIBUTING.md says how, and why with Sphinx."""
 
 from pathlib import Path
+from types import FunctionType
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
+from fp8graph import face
 from fp8graph.version import __version__
 
 project = "fp8graph"
@@ -99,6 +101,9 @@ def leave_files(app: Sphinx, page: nodes.document) -> None:
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    for value in map(vars(face).get, face.__all__):  # Sphinx reads defaults in a source, which has **kwargs
+        if isinstance(value, FunctionType):
+            vars(value).pop("__signature__", None)
     app.connect("source-read", leave_plain)
     app.connect("doctree-read", leave_files, priority=400)  # before Sphinx collects the files that links lead to
     app.connect("autodoc-process-docstring", read_google_style)
