@@ -29,13 +29,12 @@ from fp8graph.backend.backend import Backend
 from fp8graph.numerics import sqnr_db
 from fp8graph.tools.demo_choice import (
     BATCH,
-    LAST_PART,
-    LEAST,
     SECONDS,
     SEQUENCE,
     SIZES,
     Compiler,
     Dtype,
+    choose_again,
     choose_compiler,
     choose_size,
     choose_steps,
@@ -44,7 +43,8 @@ from fp8graph.tools.demo_choice import (
 PROBE_SECONDS: Final = 2.0  # of each type
 SAMPLE_SECONDS: Final = 8.0
 LINE_SECONDS: Final = 5.0  # between two lines about the training where there is no terminal
-LAST: Final = 20  # losses that are averaged for the verdict
+LAST: Final = 20  # losses that are averaged for the verdict, of 40 or more; else half of them
+RECENT: Final = 5  # steps whose time says how long the others will take
 TOLERANCE: Final = 0.02  # relative difference of those averages
 DTYPES: Final[Mapping[Dtype, torch.dtype]] = {"bf16": torch.bfloat16, "FP32": torch.float32}
 
@@ -59,12 +59,12 @@ class Run:
     compile_seconds: float
     step_seconds: float  # of a step before the training
     losses: list[float] = field(default_factory=list[float])
-    train_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list[float])  # of each step of the training
 
     @property
     def mean(self) -> float:
         """The mean of the last losses."""
-        return sum(self.losses[-LAST:]) / len(self.losses[-LAST:])
+        return mean_of_last(self.losses)
 
 
 def corpus() -> Tensor:
@@ -151,33 +151,49 @@ def _step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens
 
 
 def train(
-    runs: Sequence[Run], data: Sequence[Tensor], advance: Callable[[str], None], is_late: Callable[[], bool]
+    runs: Sequence[Run],
+    data: Sequence[Tensor],
+    advance: Callable[[str, int], None],
+    choose: Callable[[int, float], int],
 ) -> None:
     """Train the models of ``runs`` side by side, on the same batches: AdamW, linear warm-up, cosine decay.
 
     Args:
         advance: see :func:`progress`.
-        is_late: whether to stop before the last batch, once there are ``LEAST`` losses.
+        choose: called after each step, with their number and the seconds that a step of all runs takes now. It returns
+            the number of steps for both, which is not larger than the last one.
     """
-    optimizers = [_optimizer(run.model, len(data)) for run in runs]
-    for step, tokens in enumerate(data, 1):
+    steps = len(data)
+    optimizers = [_optimizer(run.model, lambda: steps) for run in runs]
+    for done, tokens in enumerate(data, 1):
         for run, (optimizer, rate) in zip(runs, optimizers, strict=True):
             started = time.monotonic()
             run.losses.append(_step(run.compiled, optimizer, tokens))
             rate.step()
-            run.train_seconds += time.monotonic() - started
+            run.seconds.append(time.monotonic() - started)
         losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
-        advance(f"step {step} of {len(data)}: loss {losses}")
-        if step >= LEAST and is_late():
+        steps = choose(done, sum(sum(run.seconds[-RECENT:]) for run in runs) / min(done, RECENT))
+        advance(f"step {done} of {steps}: loss {losses}", steps)
+        if done >= steps:
             break
 
 
-def _optimizer(model: Any, steps: int) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+def _optimizer(model: Any, steps: Callable[[], int]) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW, and a tenth of the steps in which its rate grows from a tenth of it, before it decays to that.
+
+    Args:
+        steps: how many there are, which may become fewer.
+    """
+
+    def factor(step: int) -> float:
+        warm_up = max(1, steps() // 10)
+        if step < warm_up:
+            return 0.1 + 0.9 * step / warm_up
+        share = min(1.0, (step - warm_up) / max(1, steps() - warm_up))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    warm_up = max(1, steps // 10)
-    up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up)
-    down = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up), 1e-4)
-    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [up, down], [warm_up])
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @contextlib.contextmanager
@@ -192,20 +208,20 @@ def stage(name: str, console: Console) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def progress(steps: int, console: Console) -> Generator[Callable[[str], None]]:
-    """A function to call after each step, with a text about it: a bar on a terminal shows it, and the time left.
+def progress(steps: int, console: Console) -> Generator[Callable[[str, int], None]]:
+    """A function to call after each step, with a text about it, and how many steps there are now: a bar on a terminal.
 
-    Elsewhere it prints a line when ``LINE_SECONDS`` have gone by since the last one.
+    Elsewhere it prints a line when ``LINE_SECONDS`` have gone by since the last one. Both show the time left.
     """
     if console.is_terminal:
         with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console) as bar:
             task = bar.add_task("", total=steps)
-            yield lambda text: bar.update(task, advance=1, description=text)
+            yield lambda text, steps: bar.update(task, advance=1, total=steps, description=text)
         return
     started = last = time.monotonic()
     done = 0
 
-    def line(text: str) -> None:
+    def line(text: str, steps: int) -> None:
         nonlocal done, last
         done, now = done + 1, time.monotonic()
         if now - last >= LINE_SECONDS:
@@ -216,9 +232,15 @@ def progress(steps: int, console: Console) -> Generator[Callable[[str], None]]:
     yield line
 
 
+def mean_of_last(losses: Sequence[float]) -> float:
+    """The mean of the last ``LAST`` losses, or of the second half of few."""
+    last = losses[-max(1, min(LAST, len(losses) // 2)) :]
+    return sum(last) / len(last)
+
+
 def verdict(plain: Sequence[float], fp8: Sequence[float]) -> tuple[float, bool]:
     """The relative difference of the mean of the last losses, and whether it is within the tolerance."""
-    a, b = (sum(losses[-LAST:]) / len(losses[-LAST:]) for losses in (plain, fp8))
+    a, b = mean_of_last(plain), mean_of_last(fp8)
     difference = (b - a) / a
     return difference, abs(difference) <= TOLERANCE
 
@@ -322,11 +344,18 @@ def run_demo(
         highlight=False,
         soft_wrap=True,
     )
-    data = batches(text, steps, seed)
+    data, chosen = batches(text, steps, seed), steps
+
+    def choose(done: int, step: float) -> int:
+        nonlocal chosen
+        if not fixed and done >= RECENT:
+            chosen = choose_again(chosen, done=done, step=step, before=pair, seconds=left())
+        return chosen
+
     with quiet(), progress(steps, errors) as advance:
-        train((plain, fp8), data, advance, lambda: not fixed and left() < LAST_PART)
+        train((plain, fp8), data, advance, choose)
     if (trained := len(fp8.losses)) < steps:
-        console.print(f"Stopped after {trained} steps: this machine became slower.")
+        console.print(f"{trained} steps in place of {steps}: this machine became slower.", highlight=False)
 
     console.rule("What runs in FP8, and why the rest does not")
     console.print(str(backend.report), markup=False, highlight=False, soft_wrap=True)
@@ -346,8 +375,8 @@ def run_demo(
     console.rule("Result")
     for run in (plain, fp8):
         console.print(
-            f"{run.name:4}  mean of the last {min(LAST, trained)} losses {run.mean:.4f}   "
-            f"compile {run.compile_seconds:.0f} s, {trained} steps {run.train_seconds:.0f} s",
+            f"{run.name:4}  mean of the last {max(1, min(LAST, trained // 2))} losses {run.mean:.4f}   "
+            f"compile {run.compile_seconds:.0f} s, {trained} steps {sum(run.seconds):.0f} s",
             highlight=False,
         )
     console.print(

@@ -17,6 +17,9 @@ from fp8graph.tools import demo
 from fp8graph.tools.demo import Run, run_demo, train, verdict
 from fp8graph.tools.demo_choice import (
     BATCH,
+    COMPILATION,
+    ENOUGH,
+    FEWEST,
     FP8_STEP,
     LAST_PART,
     LEAST,
@@ -26,6 +29,7 @@ from fp8graph.tools.demo_choice import (
     SIZES,
     Dtype,
     Size,
+    choose_again,
     choose_compiler,
     choose_size,
     choose_steps,
@@ -80,6 +84,33 @@ def test_steps_fill_the_time_that_is_left(step: float, seconds: float, steps: in
     assert choose_steps(step, seconds) == steps
 
 
+@pytest.mark.parametrize(
+    ("done", "step", "seconds", "steps"),
+    [
+        (5, 1.0, LAST_PART + 95.0, 100),  # as fast as before
+        (5, 0.5, LAST_PART + 95.0, 100),  # faster: the learning rate has begun to follow these steps
+        (5, 2.0, 2 * LAST_PART + 90.0, 50),  # what comes after them takes twice as long, too
+        (5, 4.0, 2 * LAST_PART + 95.0, 5 + int((95.0 - LAST_PART) / 4)),  # but not more than three times as long
+        (5, 9.0, 60.0, FEWEST),
+        (30, 9.0, LAST_PART, 30),  # enough for a comparison: it ends here
+    ],
+)
+def test_a_machine_that_becomes_slower_gets_fewer_steps(done: int, step: float, seconds: float, steps: int) -> None:
+    assert choose_again(100, done=done, step=step, before=1.0, seconds=seconds) == steps
+
+
+@pytest.mark.parametrize(("load", "steps"), [(1.0, ENOUGH), (1.5, 34), (2.0, 21), (3.0, FEWEST)])
+def test_load_that_comes_with_the_training_makes_it_shorter(load: float, steps: int) -> None:
+    """From the longest step for which a size is chosen, in the time that then is left."""
+    before, left, done = (SECONDS - COMPILATION - LAST_PART) / ENOUGH, SECONDS - COMPILATION, 0
+    chosen = choose_steps(before, left)
+    while done < chosen:
+        done, left = done + 1, left - load * before
+        chosen = choose_again(chosen, done=done, step=load * before, before=before, seconds=left)
+    assert done == pytest.approx(steps, abs=1)
+    assert left >= load * LAST_PART - 1e-6 or done == FEWEST
+
+
 def test_fp8_runs_node_by_node_where_its_compilation_would_take_too_long() -> None:
     assert choose_compiler(compilation=40.0, step=0.3, seconds=120.0) == "inductor"
     assert choose_compiler(compilation=100.0, step=0.3, seconds=60.0) == "eager"
@@ -92,29 +123,45 @@ def test_progress_is_lines_with_an_estimate_outside_of_a_terminal(monkeypatch: p
     file = io.StringIO()
     with demo.progress(8, Console(file=file)) as advance:
         for step in range(1, 5):
-            advance(f"step {step}")
+            advance(f"step {step}", 8)
     assert file.getvalue() == "step 2, about 18 s left\nstep 4, about 12 s left\n"
 
 
 def test_progress_is_a_bar_on_a_terminal() -> None:
     file = io.StringIO()
     with demo.progress(2, Console(file=file, force_terminal=True, width=80)) as advance:
-        advance("step 1")
-        advance("step 2")
+        advance("step 1", 2)
+        advance("step 2", 2)
     assert "━" in file.getvalue()
     assert "step 2" in file.getvalue()
 
 
-def test_both_runs_see_the_same_batches_and_end_early_together() -> None:
-    data = demo.batches(demo.corpus(), LEAST + 5, 0, 1)
+def test_both_runs_see_the_same_batches_and_get_fewer_steps_together() -> None:
+    data = demo.batches(demo.corpus(), FEWEST + 5, 0, 1)
     models = [tiny_model() for _ in range(2)]
     runs = [Run(name="x", model=m, compiled=m, compile_seconds=0.0, step_seconds=0.0) for m in models]
-    texts: list[str] = []
-    train(runs, data, texts.append, lambda: True)
-    assert len(texts) == len(runs[0].losses) == LEAST
-    assert texts[0].startswith(f"step 1 of {LEAST + 5}: loss x ")
+    shown: list[tuple[str, int]] = []
+    train(runs, data, lambda *each: shown.append(each), lambda done, _: FEWEST if done > 2 else FEWEST + 5)
+    assert len(shown) == len(runs[0].losses) == FEWEST
+    assert shown[0][0].startswith(f"step 1 of {FEWEST + 5}: loss x ")
+    assert [steps for _, steps in shown] == [FEWEST + 5] * 2 + [FEWEST] * (FEWEST - 2)
     assert runs[0].losses == runs[1].losses
     assert runs[0].mean < runs[0].losses[0]
+
+
+def test_the_learning_rate_follows_the_steps_that_are_left() -> None:
+    steps = 100
+    optimizer, rate = demo._optimizer(torch.nn.Linear(1, 1), lambda: steps)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for step in range(1, 40):
+        steps = 40 if step > 4 else 100
+        optimizer.step()
+        rate.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:4] == sorted(rates[:4])
+    assert max(rates) == pytest.approx(1e-3, rel=0.01)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] < 1.2e-4
 
 
 def test_steps_that_are_timed_change_no_weight() -> None:
@@ -139,6 +186,7 @@ def test_the_verdict() -> None:
     difference, good = verdict(ones, [1.021] * 30)
     assert (round(difference, 3), good) == (0.021, False)
     assert verdict(ones, [0.985] * 30)[1]
+    assert verdict([9.0, 9.0, 1.0, 1.0], [5.0, 5.0, 1.0, 1.0]) == (0.0, True)  # of few losses, the second half
 
 
 @pytest.mark.slow
