@@ -58,7 +58,7 @@ class NamedBackend:
                 backends.reset()
 
     def backends_for(self, kwargs: Mapping[str, Any]) -> ModelBackends:
-        """The backends for ``torch.compile(..., mode=, options=)``."""
+        """Return the backends for ``torch.compile(..., mode=, options=)``."""
         for arguments, reference in self._by_arguments:
             if (backends := reference()) is not None and arguments == kwargs:
                 return backends
@@ -122,7 +122,7 @@ class ModelBackends:
             backend.reset()
 
     def of_call(self, parameter: Tensor | None) -> Backend:
-        """The backend of the model that is being called, to which ``parameter`` belongs."""
+        """Return the backend of the model that is being called, to which ``parameter`` belongs."""
         if parameter is None:
             return self._backend_of_functions()
         running = [model for model in dynamo.modules_on_stack() if _contains(model, parameter)]
@@ -133,7 +133,7 @@ class ModelBackends:
         return self._new(running[0]) if running else self._backend_of_functions()
 
     def of(self, compiled: Any) -> Backend:
-        """The backend of a model that was compiled, or of one that compiled modules are part of.
+        """Return the backend of a model that was compiled, or of one that compiled modules are part of.
 
         Raises:
             ConfigError: (a ``ValueError``) if parts of it belong to several models that were called one by one.
@@ -181,7 +181,7 @@ class SharedGraph:
         return compiled(*args)
 
     def _find(self, args: Sequence[Any], *, compiling: bool = False) -> tuple[Backend, CompiledGraph]:
-        """The backend and the compiled graph of the model that ``args`` belong to."""
+        """Return the backend and the compiled graph of the model that ``args`` belong to."""
         parameter = None if self._first is None else args[self._first]
         backend = self._backends.of_call(parameter)
         compiled = next((each for other, each in self._graphs.values() if other is backend), None)

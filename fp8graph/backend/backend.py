@@ -155,7 +155,7 @@ class Backend(BackendMethods):
         return self.services.stores
 
     def store(self, kind: type[_Store]) -> _Store:
-        """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
+        """Return the store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
         return self.services.store(kind)
 
     @property
@@ -242,7 +242,7 @@ class Backend(BackendMethods):
         self.services.steps.adapters.watch(model)
 
     def state_dict(self) -> BackendState:
-        """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
+        """Return the scaling state: the scale and amax history of each tensor whose recipe is stateful.
 
         A flat dict of tensors. If no recipe is stateful, it contains only a version. ``torch.save`` writes it as a
         dict (loads with ``weights_only=True``), safetensors takes ``dict(state)``, and ``torch.distributed.checkpoint``
@@ -329,7 +329,7 @@ class Backend(BackendMethods):
             self.report.check()
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments that make another Backend like this one: its settings, and the policy in force now."""
+        """Return the arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
         return {"policy": self.services.policies.portable, **settings}  # GPU and family decide again where it is loaded
 

@@ -69,7 +69,7 @@ class Owner(Protocol):
 
 
 def graphs_of(parameters: Iterable[torch.Tensor]) -> list[CompiledGraph]:
-    """The graphs, of whatever backend, that were called with one of ``parameters``."""
+    """Return the graphs, of whatever backend, that were called with one of ``parameters``."""
     ids = set(map(id, parameters))
     return [graph for graph in list(_alive) if graph.runs(ids)]
 
@@ -133,7 +133,7 @@ class CompiledGraph:
         return [variant.view for key, variant in listed.items() if key not in past]
 
     def calls(self) -> Iterator[tuple[dict[int, int], Findings]]:
-        """The ids of the parameters of its calls under the present policy, by input, with the findings of its graph."""
+        """Yield the ids of its calls' parameters under the present policy, by input, with the findings of its graph."""
         _, present = self._services.policies.of(self._graph.families)
         every = sorted(itertools.chain(*list(self._calls.values())), key=lambda call: call.turn)
         last = {call.parameters: call for call in every if call.is_alive() and call.policy == present}
@@ -199,7 +199,7 @@ class CompiledGraph:
         self.backend.called(again=again)
 
     def _situation(self, checkpointed: Checkpointed | None, conditions: tuple[Condition, ...] = ()) -> Situation:
-        """The situation of a call. A forward that runs again has that of its first time."""
+        """Return the situation of a call. A forward that runs again has that of its first time."""
         if checkpointed is not None and (first := checkpointed.first) is not None:
             repeats = first.records == self._graph.gradients
             returning = tuple(each for each in first.situation.conditions if each.returns)
@@ -302,7 +302,7 @@ class CompiledGraph:
             return variant.run(*args, *stand_ins, *dead)
 
     def _first_conditions(self, situation: Situation, args: Sequence[Any]) -> tuple[Condition, ...]:
-        """The conditions, beside those of ``situation``, that a call with these arguments is likely to have."""
+        """Return the conditions, beside those of ``situation``, that a call with these arguments is likely to have."""
         recipes, parameters = self._decisions(situation, Bound()).recipes, self._pick(args)
         likely = (store.first_condition(recipes, parameters) for store in self._services.stores.values())
         return tuple(each for each in likely if each is not None and each not in situation.conditions)
@@ -357,7 +357,7 @@ class CompiledGraph:
         _forget(self._services, findings)
 
     def _arrived(self, args: Sequence[Any]) -> dict[int, Any]:
-        """The parameters that were gathered in FP8 only, by input position."""
+        """Return the parameters that were gathered in FP8 only, by input position."""
         arrived: dict[int, Any] = {}
         for store in self._services.stores.values() if self._graph.gathered else ():
             arrived |= store.arrived(args, self._graph.gathered)
@@ -368,7 +368,7 @@ class CompiledGraph:
         return Bound(tuple(map(names.get, parameters)), names.stacks(parameters)) if names else Bound()
 
     def _variant(self, situation: Situation, bound: Bound, inputs: Sequence[Any]) -> Variant:
-        """The variant for a situation and for ``bound`` parameters: one decided the same way, or a new one."""
+        """Return the variant for a situation and for ``bound`` parameters: one decided the same way, or a new one."""
         decisions, parameters = self._decisions(situation, bound), self._graph.parameters(bound.names)
         for key, compiled in self._compiled:
             if compiled.key_under(decisions, parameters) == key:
@@ -399,12 +399,12 @@ def _take_out(calls: list[BoundCall], is_over: Callable[[BoundCall], bool]) -> N
 
 
 def _text(variant: Variant) -> GraphView:
-    """The variant's view without modules."""
+    """Return the variant's view without modules."""
     return dataclasses.replace(variant.view, load_module=None)
 
 
 def _identity(view: GraphView) -> Any:
-    """The content of a view but for the text after the passes, which differs where a variant is an exception."""
+    """Return the content of a view but for the text after the passes, which differs where a variant is an exception."""
     return view.name, view.policy, view.before, view.gemms, view.others
 
 
@@ -446,7 +446,7 @@ class CompiledGraphs:
         self.forgotten = 0  # number of graphs that are gone and no longer in the report
 
     def __iter__(self) -> Iterator[CompiledGraph]:
-        """The graphs that are alive."""
+        """Iterate over the graphs that are alive."""
         return iter([graph for entry in self._entries if (graph := entry.graph()) is not None])
 
     def add(self, graph: CompiledGraph) -> None:
@@ -454,7 +454,7 @@ class CompiledGraphs:
         self._entries.append(_Entry(weakref.ref(graph), graph.texts))
 
     def views(self) -> list[GraphView]:
-        """The report's view of each graph, with the modules of those that are alive."""
+        """Return the report's view of each graph, with the modules of those that are alive."""
         self._merge_those_gone()
         views: list[GraphView] = []
         for entry in self._entries:

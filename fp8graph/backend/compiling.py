@@ -74,7 +74,7 @@ class Variant:
         return keys, tuple(bound), tuple(decisions.of(site).source for each in sites.values() for site in each)
 
     def under(self, decisions: Decisions, parameters: Mapping[int, Parameter]) -> Variant:
-        """The same code with the names and the reasons of one layer, whose ``decisions`` are those of the code."""
+        """Return the same code with the names and reasons of one layer, whose ``decisions`` are those of the code."""
 
         def is_wanted(refused: RefusalRecord) -> bool:
             """Whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
@@ -123,7 +123,7 @@ class Variant:
 
 
 def _renamed(findings: Findings, parameters: Mapping[int, Parameter]) -> dict[type[SiteRecord], tuple[Site, ...]]:
-    """The sites under the names of ``parameters``, by kind."""
+    """Return the sites under the names of ``parameters``, by kind."""
     renamed: dict[type[SiteRecord], tuple[Site, ...]] = {}
     for kind, sites in findings.by_kind.items():
         names = names_of([site.place for site in sites], parameters.values())
@@ -134,7 +134,7 @@ def _renamed(findings: Findings, parameters: Mapping[int, Parameter]) -> dict[ty
 
 
 def graph_facts(graph: DynamoGraph, decisions: Decisions, names: Sequence[str], spares: int = 0) -> GraphFacts:
-    """The frozen input of the passes: ``graph`` with parameters called ``names``, and all that decides about it."""
+    """Return the frozen input of the passes: ``graph`` with parameters called ``names``, and all that decides on it."""
     first = len(graph.sources)
     return GraphFacts(
         decisions=decisions,
@@ -208,7 +208,7 @@ def compile_variant(
 
 
 def _options(settings: Settings) -> tuple[dict[str, Any], Any]:
-    """The user's options of Inductor, and the pass that the user runs before ours."""
+    """Return the user's options of Inductor, and the pass that the user runs before ours."""
     options = dict(settings.inductor)
     return options, options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
 
@@ -272,7 +272,7 @@ def _has_cpu_tensors(graph: DynamoGraph) -> bool:
 
 
 def _identity(graph: DynamoGraph, decisions: Decisions, names: Sequence[str]) -> str:
-    """The part of the cache key that torch does not know: our code, and what decides about the graph's sites."""
+    """Return the part of the cache key that torch does not know: our code, and what decides about the graph's sites."""
     parts = (
         code_identity(),
         decisions.text(graph.possible_names(names)),

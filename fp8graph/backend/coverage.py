@@ -278,7 +278,7 @@ class EagerFrames:
             self._frames.add(frame)
 
     def texts(self) -> list[str]:
-        """The frames that Dynamo runs in eager, each once."""
+        """Return the frames that Dynamo runs in eager, each once."""
         return list(dict.fromkeys([*self._at_limit, *dynamo.failed_frames(self._frames, self.created)]))
 
     def reset(self) -> None:

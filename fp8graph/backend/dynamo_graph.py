@@ -68,7 +68,7 @@ class DynamoGraph:
         return list(self._parameters)
 
     def parameters(self, names: Sequence[str]) -> dict[int, Parameter]:
-        """The parameters by position, bound to ``names`` (none if they are not bound)."""
+        """Return the parameters by position, bound to ``names`` (none if they are not bound)."""
         bound = names or ("",) * len(self._parameters)
         return {
             index: Parameter(source=source, index=index, bound=name)
@@ -100,13 +100,13 @@ class DynamoGraph:
         return f"function {kind}"
 
     def layers(self) -> dict[str, str]:
-        """The modules that the graph was traced through: full names of their classes, by name relative to the frame."""
+        """Return the modules that the graph was traced through: classes in full, by name relative to the frame."""
         stacks = (node.meta.get("nn_module_stack") or {} for node in _nodes(self.module))
         entries = (entry for stack in stacks for entry in stack.values())
         return {split_source(path)[1]: class_name(owner) for path, owner in entries}
 
     def quantized_weights(self, inputs: Sequence[Any]) -> Iterator[tuple[str, str, torch.dtype]]:
-        """The parameters of wrapper subclasses that hold integers: module relative to the frame, class, dtype."""
+        """Yield the parameters of wrapper subclasses that hold integers: module relative to the frame, class, dtype."""
         for index, source in self._parameters.items() if inputs else ():
             held = [x.dtype for x in fakes.wrapped_tensors(inputs[index]) if x.ndim > 1]
             if held and not (held[0].is_floating_point or held[0] == torch.bool):
@@ -148,7 +148,7 @@ class DynamoGraph:
         return any(isinstance(child, fx.GraphModule) for child in self.module.children())
 
     def identity(self) -> str:
-        """The properties that decide how this graph is rewritten, beside its code: modules, parameters."""
+        """Return the properties that decide how this graph is rewritten, beside its code: modules, parameters."""
         digest = hashlib.sha256()
         digest.update(repr((self._parameters, sorted(self.buffers), sorted(self.gathered))).encode())
         digest.update(repr(self.parameter_facts).encode())
@@ -160,33 +160,33 @@ class DynamoGraph:
 
 
 def class_name(owner: type | str) -> str:
-    """The full name of a class. Dynamo's graph has some classes as names."""
+    """Return the full name of a class. Dynamo's graph has some classes as names."""
     return owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _called_classes() -> Iterator[type]:
-    """The class of the module whose call is compiled: no node of Dynamo's graph is in its stack."""
+    """Yield the class of the module whose call is compiled: no node of Dynamo's graph is in its stack."""
     for module, called in dynamo.modules_of_frame():
         if called:
             yield type(module)
 
 
 def module_classes(module: fx.GraphModule) -> Iterator[Any]:
-    """The classes of the modules that a graph was traced through (or their full names), the outer ones first."""
+    """Yield the classes of the modules that a graph was traced through (or their full names), the outer ones first."""
     for node in module.graph.nodes:
         for _, owner in (node.meta.get("nn_module_stack") or {}).values():
             yield owner
 
 
 def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of a graph, and those of the bodies of its higher-order ops (checkpointed functions are such)."""
+    """Yield the nodes of a graph, and those of the bodies of its higher-order ops (checkpointed functions are such)."""
     for each in module.modules():
         if isinstance(each, fx.GraphModule):
             yield from each.graph.nodes
 
 
 def regions_in(module: fx.GraphModule) -> dict[Any, Region | Fp8GraphError]:
-    """The autocast regions in a graph, by their text, with the recipes that their names have now."""
+    """Return the autocast regions in a graph, by their text, with the recipes that their names have now."""
     regions: dict[Any, Region | Fp8GraphError] = {}
     for node in _nodes(module):
         given = (node.meta.get("custom") or {}).get(REGION_KEY)
@@ -215,9 +215,9 @@ class Situation(NamedTuple):
         return any(each.passes for each in self.conditions)
 
     def without(self, *, passing: bool) -> Situation:
-        """The same situation without the conditions that pass, or without those that last."""
+        """Return the same situation without the conditions that pass, or without those that last."""
         return self._replace(conditions=tuple(each for each in self.conditions if each.passes != passing))
 
     def under(self, *conditions: Condition) -> Situation:
-        """The same situation under more conditions."""
+        """Return the same situation under more conditions."""
         return self._replace(conditions=(*self.conditions, *conditions)) if conditions else self

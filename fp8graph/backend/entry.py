@@ -77,7 +77,7 @@ UNDECIDED: Final = Undecided.UNDECIDED
 
 
 def backend_of(compiled: Any) -> Backend:
-    """The :class:`Backend` behind a compiled module or function, including those compiled by name.
+    """Return the :class:`Backend` behind a compiled module or function, including those compiled by name.
 
     Each model compiled by name has its own; functions compiled by name with equal options share one. A model is found
     by its parameters, too, once compiled code has been called with them: a model of which ``torch.compile`` made
@@ -105,7 +105,7 @@ def find_backend(compiled: Any) -> Backend | None:
 
 
 def _that_calls(model: nn.Module) -> Backend | None:
-    """The backend of code that was called with parameters of ``model``; those of fp8graph's own tools do not count."""
+    """Return the backend of code that was called with parameters of ``model``; fp8graph's own tools do not count."""
     callers = dict.fromkeys(graph.backend for graph in graphs_of(model.parameters()))
     backends = [backend for backend in callers if type(backend) is Backend]
     if len(backends) > 1:
@@ -269,7 +269,7 @@ Regions = Literal["auto"] | Sequence[str]
 
 
 def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
-    """The modules of ``model`` to compile one by one, in order; ``[model]`` if nothing repeats.
+    """Return the modules of ``model`` to compile one by one, in order; ``[model]`` if nothing repeats.
 
     Args:
         regions: "auto" for the outermost blocks of which a container holds several of the same class, or the names
@@ -299,7 +299,7 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that share a container with another module of their class."""
+    """Yield the outermost modules that share a container with another module of their class."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             members = list(_members(child))
@@ -314,7 +314,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _members(container: nn.Module) -> Iterator[nn.Module]:
-    """The modules in ``container`` that multiply by a matrix; of lists that are alike, those in the lists."""
+    """Yield the modules in ``container`` that multiply by a matrix; of lists that are alike, those in the lists."""
     members = [child for child in container.children() if _multiplies(child)]
     classes = Counter(map(type, members))
     for member in members:
@@ -325,7 +325,7 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rest(module: nn.Module, within: set[int]) -> Iterator[nn.Module]:
-    """The largest modules around the blocks (whose ids are ``within``) that multiply by a matrix."""
+    """Yield the largest modules around the blocks (whose ids are ``within``) that multiply by a matrix."""
     for child in module.children():
         if id(child) in within:
             continue
@@ -377,7 +377,7 @@ def _check_within(backend: Backend, model: str) -> None:
 
 
 def _marks(model: nn.Module) -> list[Compiled]:
-    """The marks of all modules of ``model``."""
+    """Return the marks of all modules of ``model``."""
     return [mark for module in model.modules() if (mark := module.__dict__.get(_ATTRIBUTE)) is not None]
 
 
@@ -417,7 +417,7 @@ class _NotCalled:
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters that a step changed: torch makes the state of an optimizer by a step with a rate of 0."""
+    """Yield the parameters that a step changed: torch makes the state of an optimizer by a step with a rate of 0."""
     for group in optimizer.param_groups:
         if group.get("lr", 1) != 0:
             yield from (parameter for parameter in group["params"] if parameter.grad is not None)

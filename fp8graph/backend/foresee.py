@@ -34,7 +34,7 @@ _MATMULS: Final[Mapping[str, Op]] = {
 
 
 def spare_inputs(module: fx.GraphModule, facts: GraphFacts, *, training: bool) -> int:
-    """The number of tensors beside Dynamo's own that ``module`` may take, as each pass estimates for its own."""
+    """Return the number of tensors beside Dynamo's own that ``module`` may take, as each pass estimates for its own."""
     if facts.subgraph:
         return 0
     facts, count = dataclasses.replace(facts, training=training), 0
@@ -79,7 +79,7 @@ def _foresee(module: fx.GraphModule, facts: GraphFacts) -> list[Foreseen]:
 
 
 def _stored_as(matmul: fx.Node) -> str:
-    """The scaling of the weight that arrives quantized; "" for any other."""
+    """Return the scaling of the weight that arrives quantized; "" for any other."""
     stored = next(filter(_is_stored, matmul.all_input_nodes), None)
     return "" if stored is None else str(stored.kwargs.get("scaling", "tensor"))
 

@@ -224,7 +224,7 @@ class JointPass(_Pass):
         return texts
 
     def view(self, name: str) -> GraphView:
-        """The findings in the graph called ``name``, without a policy.
+        """Return the findings in the graph called ``name``, without a policy.
 
         Its rows have no sources in their reasons, unless it has graphs of higher-order ops: these may have sites of
         one name.
@@ -251,7 +251,7 @@ class JointPass(_Pass):
     def noting_saved(
         self, inner_compile: Callable[..., Any], *, tell: bool, then: Callable[[], None] | None = None
     ) -> Callable[..., Any]:
-        """The same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way.
+        """Return the same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way.
 
         Args:
             tell: leave the text in the metadata of each (``TEXT_KEY``). Only without torch's cache, whose key it is in.

@@ -76,7 +76,7 @@ class Facts:
 def multiplied_by(
     backend: Backend, model: nn.Module, *, data: bool = True, wanted: Collection[str] | None = None
 ) -> Iterator[Multiplied]:
-    """The weights that fprop multiplies in FP8, each once, in the order in which they were compiled.
+    """Yield the weights that fprop multiplies in FP8, each once, in the order in which they were compiled.
 
     Those of a model that is spread over ranks are as those of the whole model, in DTensors: all ranks iterate.
 
@@ -103,7 +103,7 @@ def on_all_ranks(weight: Multiplied) -> Multiplied:
 
 
 def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
-    """The names of the parameters that are the weights of sites, in FP8 or not."""
+    """Return the names of the parameters that are the weights of sites, in FP8 or not."""
     owners = _owners(model)
     indices = [(called, {site.parameter for site in findings.sites}) for called, findings in _calls(backend)]
     of_matrices = (owners.get(x) for called, of_sites in indices for index, x in called.items() if index in of_sites)
@@ -143,7 +143,7 @@ def _made(
     wanted: Collection[str],
     data: bool,
 ) -> Iterator[Multiplied]:
-    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
+    """Yield the linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     arguments, placeholders = QuantizeNode(node).arguments, weight.quantizing.find_nodes(op="placeholder")
     places = {placeholder: place for place, placeholder in enumerate(placeholders[: len(owners)])}
@@ -205,7 +205,7 @@ def _of_shards(
     given: Mapping[fx.Node, Tensor],
     wanted: Sequence[bool],
 ) -> Iterator[Quantized | None]:
-    """The parts of a weight whose parameters are spread over ranks.
+    """Yield the parts of a weight whose parameters are spread over ranks.
 
     Args:
         given: this rank's shards of parameters, and scales of earlier steps.
@@ -247,7 +247,7 @@ def _fakes(
 
 
 def _computed(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor:
-    """The tensor of ``node``, of a graph that reads ``given``."""
+    """Return the tensor of ``node``, of a graph that reads ``given``."""
     if node in given:
         return given[node]
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _computed(n, given))
@@ -255,7 +255,7 @@ def _computed(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor:
 
 
 def _source(part: fx.Node, places: Mapping[fx.Node, int]) -> tuple[int | None, bool]:
-    """The place of the parameter that ``part`` is, perhaps cast, and whether it is transposed; None: computed."""
+    """Return the place of the parameter that ``part`` is, cast or not, and whether it is transposed; None: computed."""
     flipped = False
     while part not in places:
         part, transposed = look_through_transposes(part)

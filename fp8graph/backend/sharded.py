@@ -117,7 +117,7 @@ def whole(x: Tensor) -> Tensor:
 def quantize_pieces(
     arguments: QuantizeArguments[Any], pieces: Sequence[Piece], wanted: Sequence[bool]
 ) -> Iterator[Quantized | None]:
-    """The pieces of a weight, rowwise, as they are when all of it is quantized; None for those that are not wanted.
+    """Yield the pieces of a weight, rowwise, as they are when all of it is quantized; None for pieces not wanted.
 
     All ranks iterate.
 
@@ -142,7 +142,7 @@ def quantize_pieces(
 def cut_out(
     made: Mapping[str, Tensor], arguments: QuantizeArguments[Any], shapes: Iterable[Sequence[int]]
 ) -> Iterator[Quantized]:
-    """The parts of these shapes, without padding, of the weight that they form together."""
+    """Yield the parts of these shapes, without padding, of the weight that they form together."""
     kind, first = SCALINGS[arguments.scaling], 0
     scales = made["scale_inv"] if "scale_inv" in made else made[_SCALES]
     if arguments.rowwise_order:
@@ -184,7 +184,7 @@ def _placed(part: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 
 def why_gathered(arguments: QuantizeArguments[Any], pieces: Sequence[Piece]) -> str | None:
-    """The reason why the weight is gathered in high precision and quantized in one piece; None if it is not.
+    """Return the reason why the weight is gathered in high precision and quantized in one piece; None if it is not.
 
     Args:
         pieces: of their shards only the number of dims is read.

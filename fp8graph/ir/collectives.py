@@ -18,7 +18,7 @@ from fp8graph.compat import distributed
 
 
 def _functional(name: str) -> Any:
-    """The op ``_c10d_functional.<name>``, which DTensor and ``torch.compile`` use.
+    """Return the op ``_c10d_functional.<name>``, which DTensor and ``torch.compile`` use.
 
     If torch was built without torch.distributed, it is a string that no node has as its target.
     """
@@ -48,7 +48,7 @@ _PASSES: Final[Mapping[str, int]] = {
 
 
 def bytes_sent(kind: str, payload: int, ranks: int) -> int:
-    """The bytes that each of ``ranks`` ranks sends.
+    """Return the bytes that each of ``ranks`` ranks sends.
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_to_all" or "all_reduce".
@@ -64,7 +64,7 @@ def bytes_sent(kind: str, payload: int, ranks: int) -> int:
 
 
 def ranks_of(group: Any) -> frozenset[int]:
-    """The global ranks of a group, given by its name or as an object; empty for None and for an unknown group."""
+    """Return the global ranks of a group, by its name or as an object; empty for None and for an unknown group."""
     if group is None:
         return frozenset()
     try:

@@ -71,7 +71,7 @@ class Compilation:
     _results: dict[type[Any], list[Any]] = field(default_factory=dict[type[Any], "list[Any]"])  # see results()
 
     def hardware_of(self, node: fx.Node) -> Hardware:
-        """The hardware that ``node`` is decided for: the target, or the device of its result."""
+        """Return the hardware that ``node`` is decided for: the target, or the device of its result."""
         return self.facts.settings.hardware or of_device(value(node).device)
 
     def explain(self, row: Row) -> Row:
@@ -81,7 +81,7 @@ class Compilation:
         return explained(row, site, self.facts.decisions.of(site))
 
     def site_of(self, quantized: fx.Node) -> Site | None:
-        """The site whose GEMM, or what decodes for it if that is emulated, reads a quantize node; None if none does."""
+        """Return the site whose GEMM, or what decodes for it if emulated, reads a quantize node; None if none does."""
         gemms = (reader.meta[GEMM_KEY] for x in quantized.users for reader in x.users if GEMM_KEY in reader.meta)
         position, _ = next(gemms, (None, ""))
         return None if position is None else self.sites[position]
@@ -115,7 +115,7 @@ class Compilation:
         self.refuse_at(what, site.fqn, site.index, reason)
 
     def refuse_at(self, what: str, fqn: str, index: int, reason: str) -> None:
-        """The same for a layer that has no site."""
+        """Return the same for a layer that has no site."""
         record = RefusalRecord(what=what, fqn=fqn, index=index, reason=reason)
         if record not in self.refusals:
             self.refusals.append(record)
@@ -152,11 +152,11 @@ class Findings:
         return {store: tuple(i for i, other in enumerate(stores) if other == store) for store in self.by_store}
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """The extra inputs of one class."""
+        """Return the extra inputs of one class."""
         return [each for each in self.extra_inputs if isinstance(each, kind)]
 
     def titles(self, sources: Sequence[str]) -> list[str]:
-        """The names of the tensors that the graph takes. ``sources``: Dynamo's names of its other inputs."""
+        """Return the names of the tensors that the graph takes. ``sources``: Dynamo's names of its other inputs."""
         return [title for each in self.extra_inputs for title in each.titles(lambda i: split_source(sources[i])[1])]
 
     def stand_ins(self) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ class ExtraInput:
         return []
 
     def warning_alone(self) -> str:
-        """The thing to know about a graph that no store serves; "": there is none."""
+        """Return the thing to know about a graph that no store serves; "": there is none."""
         return ""
 
     def titles(self, name: Callable[[int], str]) -> list[str]:
@@ -49,7 +49,7 @@ class ExtraInput:
         return type(self)
 
     def renamed(self, rename: Rename) -> Self:
-        """The same for another layer that runs the same code."""
+        """Return the same for another layer that runs the same code."""
         return self
 
 
@@ -66,7 +66,7 @@ class SpareInputs:
     wanted: int = 0  # how many so far; if more than there are, the graph has to be traced again with enough of them
 
     def take(self, graph: fx.Graph, values: Sequence[torch.Tensor]) -> list[fx.Node] | None:
-        """The inputs that stand for ``values`` (fake tensors) from now on; None if there are too few."""
+        """Return the inputs that stand for ``values`` (fake tensors) from now on; None if there are too few."""
         start, self.wanted = self.wanted, self.wanted + len(values)
         if self.wanted > len(self.indices):
             return None

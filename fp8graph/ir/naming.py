@@ -93,7 +93,7 @@ def split_source(text: str) -> tuple[str, str]:
 
 
 def _steps(text: str) -> list[str]:
-    """The names on the way that Dynamo writes as attributes and indices."""
+    """Return the names on the way that Dynamo writes as attributes and indices."""
     return [
         literal_eval(step["quoted"]) if step["quoted"] else step["index"] or _unescaped(step["bare"] or "")
         for step in _STEP.finditer(text)
@@ -109,7 +109,7 @@ def _unescaped(bare: str) -> str:
 
 
 def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) -> dict[fx.Node, fx.Node]:
-    """The placeholders of ``graph`` in ``copy``, under names that its module takes as keywords."""
+    """Return the placeholders of ``graph`` in ``copy``, under names that its module takes as keywords."""
     copies: dict[fx.Node, fx.Node] = {}
     names: set[str] = set()
     placeholders = graph.find_nodes(op="placeholder")
@@ -126,7 +126,7 @@ def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) 
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
-    """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
+    """Yield the placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
 
     The position is None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body).
     Of a DTensor, a graph takes the shard (``distributed.local``).
@@ -136,12 +136,12 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
 
 
 def parameters_of(graph: fx.Graph, by_index: Mapping[int, Parameter]) -> dict[fx.Node, Parameter]:
-    """The placeholders that are parameters. ``by_index``: those by their position among Dynamo's inputs."""
+    """Return the placeholders that are parameters. ``by_index``: those by their position among Dynamo's inputs."""
     return {node: by_index[index] for node, index in graph_inputs(graph) if index is not None and index in by_index}
 
 
 def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node, Parameter]) -> Place:
-    """The place of the matmul ``node``, whose weight, if it has one, is computed from ``parameters``."""
+    """Return the place of the matmul ``node``, whose weight, if it has one, is computed from ``parameters``."""
     first = weight
     while first is not None and first not in parameters:
         first = first.all_input_nodes[0] if first.all_input_nodes else None
@@ -153,7 +153,7 @@ def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node,
 
 
 def sources_of(weight: fx.Node, parameters: Mapping[fx.Node, object]) -> list[fx.Node]:
-    """The parameters that ``weight`` is computed from."""
+    """Return the parameters that ``weight`` is computed from."""
     if weight in parameters:
         return [weight]
     waiting, met = [weight], {weight: None}
@@ -166,7 +166,7 @@ def sources_of(weight: fx.Node, parameters: Mapping[fx.Node, object]) -> list[fx
 
 
 def owner_of(paths: Sequence[str]) -> str:
-    """The innermost module that has all parameters at ``paths``; of a parametrized weight, its layer."""
+    """Return the innermost module that has all parameters at ``paths``; of a parametrized weight, its layer."""
     common = commonprefix([path.split(".")[:-1] for path in paths])
     return ".".join(common[:-2] if common[-2:-1] == [_PARAMETRIZED] else common)
 

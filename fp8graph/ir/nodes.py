@@ -58,7 +58,7 @@ TEXT_KEY: Final = "fp8graph_text"  # module.meta of a partitioned graph: the joi
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of ``node``: its shape, strides, dtype and device."""
+    """Return the fake tensor of ``node``: its shape, strides, dtype and device."""
     return cast(torch.Tensor, node.meta["val"])
 
 
@@ -78,7 +78,7 @@ def runs_without_gradients(node: fx.Node) -> bool:
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of backward: tagged so, or computed from the gradients of the outputs.
+    """Return the nodes of backward: tagged so, or computed from the gradients of the outputs.
 
     The backward of a custom autograd function carries no backward tag.
     """
@@ -90,12 +90,12 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def static_size(size: int | torch.SymInt) -> int | None:
-    """The size if it is static, else None. Never adds a guard."""
+    """Return the size if it is static, else None. Never adds a guard."""
     return size if isinstance(size, int) else None
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size, or for a dynamic size the one that was traced. Never adds a guard."""
+    """Return the size, or for a dynamic size the one that was traced. Never adds a guard."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
@@ -127,7 +127,7 @@ def known_contiguous(x: torch.Tensor) -> bool:
 
 
 def fake_mode_of(node: fx.Node) -> Any:
-    """The FakeTensorMode that ``node``'s value lives in (several outputs share one)."""
+    """Return the FakeTensorMode that ``node``'s value lives in (several outputs share one)."""
     val = node.meta["val"]
     return cast(Any, val[0] if isinstance(val, (list, tuple)) else val).fake_mode
 
@@ -142,7 +142,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that read ``node``, directly or through views."""
+    """Yield the nodes that read ``node``, directly or through views."""
     for user in node.users:
         yield from readers(user) if is_view(user) else (user,)
 
@@ -153,7 +153,7 @@ def strides_matter(node: fx.Node) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """The FQN of the module that ``node`` was traced in, relative to the frame; "" at the root."""
+    """Return the FQN of the module that ``node`` was traced in, relative to the frame; "" at the root."""
     stack = cast(
         "Mapping[str, tuple[str, Any]] | None",
         node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"),
@@ -162,13 +162,13 @@ def module_path(node: fx.Node) -> str:
 
 
 def _written_as(node: fx.Node) -> tuple[str, Any]:
-    """The name and the function or module class of the call that became ``node``, as Dynamo knows it."""
+    """Return the name and the function or module class of the call that became ``node``, as Dynamo knows it."""
     stack = cast("list[tuple[str, Any]]", node.meta.get("source_fn_stack") or [("", None)])
     return stack[-1]
 
 
 def takes_gradient(node: fx.Node) -> str:
-    """The library that computes a gradient by ``node`` inside the program; "" if none does.
+    """Return the library that computes a gradient by ``node`` inside the program; "" if none does.
 
     That is torch.func, for its grad, vjp and jacrev, or torch.autograd, for its grad and for ``backward``.
     """
@@ -196,7 +196,7 @@ def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
-    """The call_function nodes with one of ``targets``, in order."""
+    """Yield the call_function nodes with one of ``targets``, in order."""
     wanted = set(targets)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in wanted:
@@ -222,7 +222,7 @@ def swaps_last_dims(node: fx.Node) -> bool:
 
 
 def look_through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The tensor under any number of transposes of the last two dims, and whether it arrives transposed.
+    """Return the tensor under any number of transposes of the last two dims, and whether it arrives transposed.
 
     The weight of a linear is ``permute(w)`` in forward and ``permute(permute(w))`` in dgrad.
     """

@@ -181,7 +181,7 @@ _TYPES: Final = {
 
 
 def _schema_of(arguments: Any, returns: str) -> str:
-    """The schema of an op whose arguments are the fields of a dataclass."""
+    """Return the schema of an op whose arguments are the fields of a dataclass."""
     written: list[str] = []
     for field in dataclasses.fields(arguments):
         if field.kw_only and "*" not in written:
@@ -292,7 +292,7 @@ class _Described:
 
 
 def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a dialect op's fake for fake tensors of fixed sizes; None if some size is dynamic.
+    """Return the result of a dialect op's fake for fake tensors of fixed sizes; None if some size is dynamic.
 
     Calling the op on them gives the same, but takes torch a millisecond, and a graph of a hundred layers has thousands
     of ops.

@@ -58,7 +58,7 @@ class QuantizeNode:
 
 
 def names(arguments: QuantizeArguments[Any]) -> list[str]:
-    """The names of the outputs of a quantize node, in order."""
+    """Return the names of the outputs of a quantize node, in order."""
     return quantization.output_names(arguments.scaling, list(arguments.layouts), keep_scales=arguments.keep_scales)
 
 

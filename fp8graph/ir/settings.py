@@ -83,17 +83,17 @@ class Settings:
 
     @staticmethod
     def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
-        """The settings among the keyword ``arguments`` of a function, removed from them."""
+        """Take the settings out of the keyword ``arguments`` of a function, and return them."""
         return {name: arguments.pop(name) for name in Settings.names() if name in arguments}
 
     @staticmethod
     def defaults() -> dict[str, Any]:
-        """The defaults of all settings, by name."""
+        """Return the defaults of all settings, by name."""
         return {field.name: field.default for field in dataclasses.fields(Settings)}
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """The names of all settings, in order."""
+        """Return the names of all settings, in order."""
         return tuple(field.name for field in dataclasses.fields(Settings))
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Settings:
         return self.cache_weights == "update" or (self.cache_weights and not training)
 
     def decisions(self) -> dict[str, Any]:
-        """The settings that decide how graphs are rewritten: equal on all ranks, part of the key of compiled code."""
+        """Return the settings that decide how graphs are rewritten: equal on all ranks, part of compiled code's key."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
 
@@ -171,7 +171,7 @@ def show_arguments(function: Any, arguments: Any, defaults: Mapping[str, Any]) -
 
 
 def choices(what: str, name: str, names: Sequence[str]) -> str:
-    """The rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
+    """Return the rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
     return f".{did_you_mean(name, names)} {what}: {', '.join(names)}."
 
 
@@ -184,7 +184,7 @@ _OPTIONS: Final = (
 
 
 def arguments_of(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a backend for ``torch.compile(..., mode=, options=)``.
+    """Return the arguments of a backend for ``torch.compile(..., mode=, options=)``.
 
     Raises:
         ConfigError: for an option that does not exist, or that is none of Inductor's.

@@ -119,7 +119,7 @@ class Foreseen:
     stored: str = ""  # the scaling of a weight that arrives quantized, which no recipe quantizes
 
     def used(self, *gemms: GemmName) -> set[Recipe]:
-        """The recipes of some GEMMs."""
+        """Return the recipes of some GEMMs."""
         return {recipe for gemm in gemms if (recipe := self.recipes[gemm]) is not None}
 
 

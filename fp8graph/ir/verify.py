@@ -103,7 +103,7 @@ def check_connected(graph: fx.Graph) -> None:
 
 
 def _gemm_of(node: fx.Node, sites: Sequence[Site]) -> Gemm | None:
-    """The GEMM of the program that a node made by a pass multiplies."""
+    """Return the GEMM of the program that a node made by a pass multiplies."""
     position, name = node.meta.get(GEMM_KEY, (0, ""))
     return next((gemm for gemm in sites[position].gemms if gemm.gemm == name), None) if name else None
 
@@ -127,7 +127,7 @@ def _orientation(node: fx.Node, gemm: Gemm) -> str | None:
 
 
 def _followed(node: fx.Node, sources: Sequence[fx.Node | None] = ()) -> tuple[fx.Node, bool]:
-    """The tensor of which ``node`` is a form, at the latest one of ``sources``, and whether it is transposed."""
+    """Return the tensor of which ``node`` is a form, at the latest one of ``sources``, and whether it is transposed."""
     turned = False
     while node not in sources:
         if node.target is operator.getitem:
@@ -145,7 +145,7 @@ def _followed(node: fx.Node, sources: Sequence[fx.Node | None] = ()) -> tuple[fx
 
 
 def _scales_behind(operand: fx.Node) -> fx.Node | None:
-    """The scales with which ``operand`` of an emulated GEMM is decoded."""
+    """Return the scales with which ``operand`` of an emulated GEMM is decoded."""
     while operand.target is not ops.dequantize:
         if not operand.all_input_nodes:
             return None
@@ -235,7 +235,7 @@ def _mixed(scale_inv: fx.Node, global_scale_inv: fx.Node | None) -> str | None:
 
 
 def _quantization_of(output: fx.Node | None) -> fx.Node | None:
-    """The quantization that an output, or a part or view of it, comes from; None if it is not in the graph."""
+    """Return the quantization that an output, or a part or view of it, comes from; None if it is not in the graph."""
     while output is not None and output.target is not ops.quantize:
         sources = output.all_input_nodes
         output = sources[0] if len(sources) == 1 else None
@@ -256,7 +256,7 @@ def _sizes(node: fx.Node, device: Hardware) -> str | None:
 
 
 def quantizers_of(given: Mapping[str, Any]) -> tuple[Quantizer, Quantizer]:
-    """The quantizers of a scaled matmul's operands, as far as the node tells."""
+    """Return the quantizers of a scaled matmul's operands, as far as the node tells."""
     a, b = (
         Quantizer(
             dtype=value(given[side]).dtype,
@@ -318,7 +318,7 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
 
 
 def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
-    """The reason why no kernel reads ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
+    """Return the reason why no kernel reads ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
 
     See ``NVIDIA.alignment``: scales of rows and of 1x128 tiles are outer-dim-major. With 128x128 tiles, rows of scales
     are as many elements apart as there are tiles along k, which is a multiple of four. The stride of a dim with one

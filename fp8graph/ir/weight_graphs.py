@@ -65,7 +65,7 @@ class WeightGraph(ExtraInput):
         return self.trains and bool(self.extra_inputs)
 
     def made_outputs(self) -> dict[str, torch.Tensor]:
-        """The fake values of the outputs, by name."""
+        """Return the fake values of the outputs, by name."""
         (output,) = self.quantizing.find_nodes(op="output")
         results = cast("list[fx.Node]", output.args[0])
         return dict(zip(self.made, map(value, results), strict=True))
@@ -74,7 +74,7 @@ class WeightGraph(ExtraInput):
         return dataclasses.replace(self, extra_inputs=tuple(each.renamed(rename) for each in self.extra_inputs))
 
     def passed(self, run: Callable[[fx.Graph, Compilation], None], facts: GraphFacts) -> Self:
-        """The same after a pass, if that takes inputs for it: whoever runs its graphs gives them, too."""
+        """Return the same after a pass, if that takes inputs for it: whoever runs its graphs gives them, too."""
         alone = Compilation(facts=dataclasses.replace(facts, spares=SpareInputs(), records_amaxes=False))
         run(self.quantizing, alone)  # it has no spare inputs, and is not changed
         if not (more := alone.extra_inputs):
@@ -163,7 +163,7 @@ def weight_graph(
 
 
 def quantized_weights(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that quantize, transpose what arrives quantized, or join it; without parts of another weight."""
+    """Return the nodes that quantize, transpose what arrives quantized, or join it; without parts of another weight."""
     candidates = nodes(graph, (ops.quantize, *_MADE_OF_STORED))
     return [node for node in candidates if not all(user.target in _MADE_OF_STORED for user in node.users)]
 
@@ -203,13 +203,13 @@ def hoist(
 
 
 def inputs_to_keep(graph: fx.Graph, facts: GraphFacts) -> dict[fx.Node, int]:
-    """The inputs, with their positions, of which something may be kept between calls: parameters and buffers."""
+    """Return the inputs, with their positions, of which something may be kept between calls: parameters and buffers."""
     positions = (facts.parameters.keys() | facts.buffers) - facts.gathered
     return {node: index for node, index in graph_inputs(graph) if index in positions}
 
 
 def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
-    """The nodes between parameters and ``node``, in order; None if they read or do anything else."""
+    """Return the nodes between parameters and ``node``, in order; None if they read or do anything else."""
     between: set[fx.Node] = set()
     pending = [node]
     reads_parameter = False
@@ -252,7 +252,7 @@ def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
 
 
 def _signature_of(graph: fx.Graph) -> str:
-    """The arithmetic of a weight as text, the same for all names of nodes and all layouts that are asked for."""
+    """Return the arithmetic of a weight as text, the same for all names of nodes and all layouts that are asked for."""
     order = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
     lines: list[str] = []
     for node in graph.nodes:

@@ -36,7 +36,7 @@ def _keys(length: int) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor as 64-bit integers, those of its last 7 as one each. A view, if it can be one."""
+    """Return the bytes of a tensor as 64-bit integers, those of its last 7 as one each. A view, if it can be one."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     if flat.storage_offset() % 8:
@@ -46,7 +46,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The fingerprint of a tensor in the memory of a CPU."""
+    """Return the fingerprint of a tensor in the memory of a CPU."""
     words = _words(tensor)
     rows = words.numel() // _COLUMNS
     matrix, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
@@ -56,7 +56,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def contents_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """The fingerprint of each of some tensors of one device: a number, or [] int64 on the device.
+    """Return the fingerprint of each of some tensors of one device: a number, or [] int64 on the device.
 
     None where nothing can read it.
     """

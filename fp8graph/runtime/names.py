@@ -64,7 +64,7 @@ class Names:
                 self._stacks.set(tensor, stacks)
 
     def get(self, parameter: torch.Tensor | lives.Life) -> str:
-        """The FQN, or "" for a tensor that was not bound.
+        """Return the FQN, or "" for a tensor that was not bound.
 
         The parameters of a bound model may be replaced: FSDP2 puts gathered ones in their place while a layer runs.
         DDPOptimizer compiles with fake ones.
@@ -79,7 +79,7 @@ class Names:
         return self._names.set(parameter, "") if name is None else name  # do not search again
 
     def held(self) -> set[int]:
-        """The ids of the lives of the parameters that bound models have now."""
+        """Return the ids of the lives of the parameters that bound models have now."""
         parameters = (parameter for model in list(self._models) for parameter in model.parameters())
         return {id(lives.life(x)) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
 
@@ -106,18 +106,18 @@ class Names:
         return {"in_no_graph": list(layers), "fp8_in_no_graph": [layer for layer, fp8 in layers.items() if fp8]}
 
     def stacks(self, parameters: Iterable[torch.Tensor]) -> Stacks:
-        """The stacks of blocks of the bound models that ``parameters`` belong to."""
+        """Return the stacks of blocks of the bound models that ``parameters`` belong to."""
         real = (self._real(each) if isinstance(each, FakeTensor) else each for each in parameters)
         every = (self._stacks.of(each) or () for each in real if each is not None)
         return frozenset[Any]().union(*every)
 
     def _real(self, fake: FakeTensor) -> torch.Tensor | None:
-        """The parameter of a bound model that ``fake`` stands for."""
+        """Return the parameter of a bound model that ``fake`` stands for."""
         bound = (real for model in list(self._models) for real in model.parameters())
         return next((real for real in bound if fakes.is_fake_of(fake, real)), None)
 
     def modules(self) -> set[str]:
-        """The names of all modules of the bound models, and of the matrices in them that are no module's ``weight``."""
+        """Return the names of all modules of bound models, and of matrices in them that are no module's ``weight``."""
         modules: set[str] = set()
         for model, name in list(self._models.items()):
             for prefix, module in model.named_modules(prefix=name):
@@ -128,7 +128,7 @@ class Names:
 
 
 def _matrices(model: torch.nn.Module, name: str) -> Iterator[str]:
-    """The names of the parameters of a model that layers may multiply by."""
+    """Yield the names of the parameters of a model that layers may multiply by."""
     for prefix, module in model.named_modules(prefix=name):
         if not isinstance(module, _NO_LINEARS):
             for own, parameter in module.named_parameters(recurse=False):

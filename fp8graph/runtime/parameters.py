@@ -35,7 +35,7 @@ class ParameterTable(Generic[_Value]):
         return len(self._values)
 
     def of(self, parameter: Tensor | Life) -> _Value | None:
-        """The value of one parameter."""
+        """Return the value of one parameter."""
         return self._values.get(id(life(parameter)))
 
     def set(self, parameter: Tensor | Life, value: _Value) -> _Value:
@@ -60,11 +60,11 @@ class ParameterTable(Generic[_Value]):
         return self._values.pop(key, None)
 
     def items(self) -> list[tuple[Any, _Value]]:
-        """The entries. The table changes whenever a parameter is freed, this list does not."""
+        """Return the entries. The table changes whenever a parameter is freed, this list does not."""
         return list(self._values.items())
 
     def parameters(self) -> list[tuple[Tensor | Life, _Value]]:
-        """The parameters of the entries, alive, each with its value."""
+        """Return the parameters of the entries, alive, each with its value."""
         alive = [(reference(), key) for key, references in list(self._alive.items()) for reference in references]
         return [(owner, self._values[key]) for owner, key in alive if owner is not None]
 

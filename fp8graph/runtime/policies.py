@@ -71,12 +71,12 @@ class PolicyFile:
 
 
 def tables(arguments: Arguments, given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The arguments of ``Backend`` that are those of its methods, by the method, without those that are None."""
+    """Return the arguments of ``Backend`` that are those of its methods, by the method, without those that are None."""
     return {name: _table(name, values, name, arguments) for name, values in given.items() if values is not None}
 
 
 def _table(name: str, values: Any, where: str, arguments: Arguments) -> Mapping[str, Any]:
-    """The arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
+    """Return the arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
     if name not in arguments:
         raise no_pass(where)
     if not isinstance(values, Mapping):
@@ -89,7 +89,7 @@ def _table(name: str, values: Any, where: str, arguments: Arguments) -> Mapping[
 
 
 def no_pass(name: str) -> ConfigError:
-    """The error about a feature whose entry of ``passes/`` is not there."""
+    """Return the error about a feature whose entry of ``passes/`` is not there."""
     return ConfigError(f"{name}: this build of fp8graph has no pass for it. Install it whole.")
 
 
@@ -184,16 +184,16 @@ class Policies:
         return with_default(whole.at_step(self._step) if whole.scheduled else whole, (), self._target)
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy in force for a graph of models of ``families``, and its identity."""
+        """Return the policy in force for a graph of models of ``families``, and its identity."""
         self._families.add(families)
         return self.now.of(families)
 
     def identities(self) -> frozenset[str]:
-        """The policies that decide now, one for each choice of families that was met."""
+        """Return the policies that decide now, one for each choice of families that was met."""
         return frozenset(self.of(families)[1] for families in [*self._families])
 
     def lines(self) -> list[str]:
-        """The policy in words, for a comparison with other ranks: of all steps, which need not be the same there."""
+        """Return the policy in words, to compare it with other ranks': of all steps, which need not be equal."""
         policy = self._resolved if self.has_schedule else self.now.of(())[0]
         plain = [replace_recipes(rule, _name_if_built_in) for rule in policy.rules]
         rules = [f"rule {index} {rule!r}" for index, rule in enumerate(plain)]
@@ -269,11 +269,11 @@ class Schedule:
             self._policies.advance(self.step())
 
     def step(self) -> int:
-        """The number of steps of training that are over."""
+        """Return the number of steps of training that are over."""
         return self._start + self._steps.of_optimizers([parameter for parameter, _ in self._trained.parameters()])
 
     def step_of_call(self) -> int:
-        """The same at a call of compiled code: a recomputation in backward belongs to the step of its forward."""
+        """Return the same at a call of compiled code: a recomputation in backward is of the step of its forward."""
         if self._steps_seen != self._steps.count and not autograd.in_backward():
             self._steps_seen, self._now = self._steps.count, self.step()
         return self._now

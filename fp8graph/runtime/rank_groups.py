@@ -43,7 +43,7 @@ class RankGroups:
         self._comparisons: list[Comparison] = []  # whose verdict is not known yet
 
     def now(self) -> str | None:
-        """The name of the group over which the present call reduces amaxes; None if there is one rank.
+        """Return the name of the group over which the present call reduces amaxes; None if there is one rank.
 
         Raises:
             PolicyError: the ranks were found to differ since the last call.
@@ -121,7 +121,7 @@ class Meeting:
 
     @classmethod
     def of(cls, parent: dist.ProcessGroup, device: torch.device) -> Meeting:
-        """The meeting of the ranks of ``parent``, made the first time. All of them call this, at their first reduction.
+        """Return the meeting of the ranks of ``parent``, made the first time: all call this, at their first reduction.
 
         Args:
             device: of the tensors that are reduced.
@@ -134,7 +134,7 @@ class Meeting:
         return meetings[ranks]
 
     def enter(self) -> int:
-        """The number of one more backend here."""
+        """Return the number of one more backend here."""
         self.lanes += 1
         return self.lanes
 
@@ -171,7 +171,7 @@ class StageGroup:
 
 
 def _ranks_of(module: nn.Module) -> dist.ProcessGroup | None:
-    """The group of the ranks that train ``module`` together, as its wrapper or its parameters know it."""
+    """Return the group of the ranks that train ``module`` together, as its wrapper or its parameters know it."""
     for each in module.modules():
         if isinstance(each, DistributedDataParallel):
             return each.process_group
@@ -287,7 +287,7 @@ class Comparison:
         return bool(verdict)
 
     def _look(self) -> str:
-        """The verdict, "" if there is none yet."""
+        """Return the verdict, "" if there is none yet."""
         store, place = self._store, self._place
         if not self._compared and store.check([f"{place}/text"]):
             expected = store.get(f"{place}/text").decode()

@@ -63,7 +63,7 @@ class Recomputations:
         self.regions: set[Any] = set()  # around calls outside of backward
 
     def of_call(self, *, is_made: bool = True) -> Checkpointed:
-        """The present call as a part of checkpointed forwards. ``is_made=False``: it is only prepared."""
+        """Return the present call as a part of checkpointed forwards. ``is_made=False``: it is only prepared."""
         position, task, first = checkpointing.now(), checkpointing.graph_task(), None
         if position.repeats is not None and (forward := self._forwards.get(position.repeats.forward)) is not None:
             first = forward.next(position.repeats.number, is_made=is_made)

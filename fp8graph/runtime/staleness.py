@@ -55,7 +55,7 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
 
 
 def _pointers(objects: tuple[Any, ...]) -> bytes:
-    """The addresses of the items of a tuple, in one copy of its memory: CPython keeps them there, one after another."""
+    """Return the addresses of a tuple's items, in one copy of its memory: CPython keeps them there in order."""
     return ctypes.string_at(id(objects) + tuple.__basicsize__, tuple.__itemsize__ * len(objects))
 
 
@@ -98,7 +98,7 @@ class OptimizerSteps:
         self._waiting.append(waits)
 
     def of(self, parameter: Tensor) -> int:
-        """The last step after which ``parameter`` may be another: of the optimizer that holds it.
+        """Return the last step after which ``parameter`` may be another: of the optimizer that holds it.
 
         What no optimizer was seen to hold and trains may be held in slices: each step counts.
         """
@@ -109,12 +109,12 @@ class OptimizerSteps:
 
 @functools.cache
 def optimizer_steps() -> OptimizerSteps:
-    """The one count of this process, begun at its first use."""
+    """Return the one count of this process, begun at its first use."""
     return OptimizerSteps()
 
 
 def adapted_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that PEFT has put into ``model``, merged or not."""
+    """Return the names of the modules that PEFT has put into ``model``, merged or not."""
     named = model.named_modules()
     return [name or type(module).__name__ for name, module in named if _is_adapter(module)]
 
@@ -311,7 +311,7 @@ def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[
 
 
 def version(parameter: Tensor) -> tuple[int, ...]:
-    """The number of writes to a parameter: of a DTensor, those to itself and those to its shard."""
+    """Return the number of writes to a parameter: of a DTensor, those to itself and those to its shard."""
     shard = local(parameter)
     versions = (0 if shard.is_inference() else autograd.version(shard),)
     return versions if shard is parameter else (autograd.version(parameter), *versions)

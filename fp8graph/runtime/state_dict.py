@@ -44,7 +44,7 @@ class Keeper(Protocol):
 
 
 def refusal(problem: str) -> StateError:
-    """The error for a state dict that cannot be loaded."""
+    """Return the error for a state dict that cannot be loaded."""
     return StateError(f"not a valid fp8graph state dict: {problem}. Nothing was loaded.")
 
 
@@ -54,7 +54,7 @@ def has_numbers(x: Tensor) -> bool:
 
 
 def shown(name: object) -> str:
-    """The name of an entry for a message: the beginning of one that is longer than any real one."""
+    """Return the name of an entry for a message: the beginning of one that is longer than any real one."""
     text = str(name)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 

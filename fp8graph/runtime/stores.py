@@ -94,7 +94,7 @@ class Slot:
     fresh: Callable[[Sequence[Any]], bool] | None = None
 
     def before(self, run: Run) -> Sequence[Tensor]:
-        """The tensors for one run."""
+        """Return the tensors for one run."""
         return self.tensors
 
     def after(self, run: Run, results: Any) -> None:
@@ -114,12 +114,12 @@ class Store:
 
     @classmethod
     def of(cls, services: Services) -> Self:
-        """The store of one backend."""
+        """Return the store of one backend."""
         return cls()
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> Any:
-        """The facts that its passes need of a parameter (``GraphFacts.parameter_facts``); a part of the cache key.
+        """Return the facts that passes need of a parameter (``GraphFacts.parameter_facts``); a part of the cache key.
 
         Args:
             sharded: the object that gathers it for each call (``compat/fsdp.py``); None for one that stays whole.
@@ -166,7 +166,7 @@ class Store:
         """
 
     def first_condition(self, recipes: Collection[Recipe], parameters: Sequence[Tensor]) -> Condition | None:
-        """The likely condition of a graph's first call with ``parameters``, for which it is compiled first.
+        """Return the likely condition of a graph's first call with ``parameters``, for which it is compiled first.
 
         A slot changes it for a call by :class:`Otherwise`. ``recipes``: all that may apply in the graph.
         """
@@ -177,11 +177,11 @@ class Store:
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:
-        """The parameters at ``positions`` that were gathered in FP8 only (``Caller.arrived``)."""
+        """Return the parameters at ``positions`` that were gathered in FP8 only (``Caller.arrived``)."""
         return {}
 
     def slot(self, extra_inputs: Sequence[Any], caller: Caller) -> Slot:
-        """The slot for what a graph asks for; most give no tensors.
+        """Return the slot for what a graph asks for; most give no tensors.
 
         Args:
             extra_inputs: of this store, the same sequence for each call of the graph.
@@ -308,19 +308,19 @@ class Services:
         return [store for store in self.stores.values() if type(store).condition is not Store.condition]
 
     def store(self, kind: type[_Kind]) -> _Kind:
-        """The one store of a kind, made when it is first asked for."""
+        """Return the one store of a kind, made when it is first asked for."""
         if kind.name not in self._made:
             self._made[kind.name] = kind.of(self)
         return cast(_Kind, self._made[kind.name])
 
     def kept_scales(self, extra_inputs: Sequence[ExtraInput]) -> KeptScales | None:
-        """The store of the scales that a weight's graph takes as ``extra_inputs``; None if it takes none."""
+        """Return the store of the scales that a weight's graph takes as ``extra_inputs``; None if it takes none."""
         return cast(KeptScales, self._made[extra_inputs[0].store]) if extra_inputs else None
 
     def tensors(
         self, extra_inputs: Sequence[ExtraInput], args: Sequence[Any], *, records: bool = False
     ) -> Sequence[Tensor]:
-        """The tensors of another store that one needs to make its own.
+        """Return the tensors of another store that one needs to make its own.
 
         Args:
             extra_inputs: of one store. The same sequence finds the same tensors at once.
@@ -335,6 +335,6 @@ class Services:
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:
-    """The device that a model runs on. A model on a GPU may have inputs on the CPU, too: numbers held in tensors."""
+    """Return the device that a model runs on. One on a GPU may have inputs on the CPU, too: numbers held in tensors."""
     devices = [x.device for x in args if isinstance(x, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
