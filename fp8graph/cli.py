@@ -471,7 +471,7 @@ COMMANDS: Final = (
         "train a small Llama in bf16 and in FP8 and compare them",
         {
             "--steps": dict(
-                type=_positive, help="training steps of each run (default: 20 to 150, so that it ends in three minutes)"
+                type=_positive, help="training steps of each run (default: 10 to 150, so that it ends in three minutes)"
             ),
             "--seed": dict(type=int, default=0),
             "--recipe": dict(type=_recipe, default="tensorwise", help="the FP8 recipe (default tensorwise)"),

@@ -34,9 +34,11 @@ from fp8graph.tools.demo_choice import (
     SIZES,
     Compiler,
     Dtype,
+    Size,
     choose_again,
     choose_compiler,
     choose_size,
+    choose_smaller,
     choose_steps,
 )
 
@@ -97,6 +99,11 @@ def build_model(seed: int, layers: int = 2, *, dtype: torch.dtype = torch.bfloat
     config: Any = LlamaConfig(**values)
     model: Any = LlamaForCausalLM(config)
     return model.to(dtype)
+
+
+def millions(build: Callable[..., Any], size: Size) -> str:
+    """Say how many parameters the model of ``size`` has."""
+    return f"{sum(p.numel() for p in build(**dataclasses.asdict(size)).parameters()) / 1e6:.1f} million parameters"
 
 
 def rates(tokens: Tensor) -> dict[Dtype, float]:
@@ -319,10 +326,9 @@ def run_demo(
     with quiet(), stage("timing bf16 and FP32 (of about three minutes)", errors):
         speed = rates(batches(text, 1, seed, 1)[0])
     size, dtype = choose_size(speed, left(), steps)
-    build = functools.partial(build_model, seed, dtype=DTYPES[dtype], **dataclasses.asdict(size))
-    parameters = sum(p.numel() for p in build().parameters())
+    build = functools.partial(build_model, seed, dtype=DTYPES[dtype])
     console.print(
-        f"Chosen for this machine: {parameters / 1e6:.1f} million parameters in {dtype} (FP32 is "
+        f"Chosen for this machine: {millions(build, size)} in {dtype} (FP32 is "
         f"{speed['FP32'] / speed['bf16']:.1f} times as fast as bf16 here).",
         highlight=False,
         soft_wrap=True,
@@ -330,13 +336,20 @@ def run_demo(
     first = batches(text, 1, seed)[0]
     plain_backend: Any = "aot_eager" if compiler == "eager" else "inductor"
     with quiet(), stage(f"compiling forward and backward of {dtype}", errors):
-        plain = prepare(dtype, build(), plain_backend, first)
+        plain = prepare(dtype, build(**dataclasses.asdict(size)), plain_backend, first)
     compiler = compiler or choose_compiler(plain.compile_seconds, plain.step_seconds, left())
     backend = Backend(recipe=recipe, compiler=compiler)
     with quiet(), stage("compiling forward and backward of FP8", errors):
-        fp8 = prepare("FP8", build(), backend, first)
+        fp8 = prepare("FP8", build(**dataclasses.asdict(size)), backend, first)
     pair = plain.step_seconds + fp8.step_seconds
     fixed = steps is not None
+    if not fixed and (smaller := choose_smaller(size, pair, left())) != size:
+        console.print(f"This machine became slower: {millions(build, smaller)}.", highlight=False)
+        compiler, backend = "eager", Backend(recipe=recipe, compiler="eager")  # which start at once
+        with quiet(), stage(f"starting with {dtype} and FP8 again", errors):
+            plain = prepare(dtype, build(**dataclasses.asdict(smaller)), "aot_eager", first)
+            fp8 = prepare("FP8", build(**dataclasses.asdict(smaller)), backend, first)
+        pair = plain.step_seconds + fp8.step_seconds
     steps = steps or choose_steps(pair, left())
     console.print(
         f"Chosen: {steps} steps of {BATCH} x {SEQUENCE} bytes in {dtype} and in FP8"

@@ -3,8 +3,8 @@
 Both runs, their compilation and what is shown of them shall end in ``SECONDS`` on any two cores. A machine differs from
 others in three ways that are measured before anything depends on them: how fast it multiplies (``choose_size``), in
 bf16 and in FP32, which is several times as fast where a CPU has no bf16 GEMM; how long it compiles
-(``choose_compiler``); and how long a step then takes (``choose_steps``). Where it becomes slower in the training, there
-are fewer steps (``choose_again``).
+(``choose_compiler``); and how long a step then takes (``choose_steps``). Where it becomes slower meanwhile, the
+smallest size takes its place (``choose_smaller``); in the training, there are fewer steps (``choose_again``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COMPILATION: Final = 80.0  # seconds for both runs, until the first one's are me
 LAST_PART: Final = 20.0  # seconds after the training: pictures, FP8 against the plain logits, the sample
 MOST: Final = 150  # steps of each run
 LEAST: Final = 40  # the losses of the last 20 are compared
-FEWEST: Final = 20  # where it becomes slower in the training; the losses of the last 10 are compared
+FEWEST: Final = 10  # where it becomes slower; the losses of the last 5 are compared
 SLOWER: Final = 3.0  # LAST_PART takes at most so many times as long
 ENOUGH: Final = 60  # steps for which a size is chosen
 FP8_STEP: Final = 2.0  # an FP8 step in plain ones, until it is measured: 1.3 to 2 on CPUs, where FP8 is decoded
@@ -81,14 +81,24 @@ def choose_compiler(compilation: float, step: float, seconds: float) -> Compiler
     return "inductor" if FP8_COMPILATION * compilation <= left else "eager"
 
 
-def choose_steps(step: float, seconds: float) -> int:
-    """Choose the steps of each run: as many as fit, from ``LEAST`` to ``MOST``.
+def choose_smaller(size: Size, step: float, seconds: float) -> Size:
+    """Choose ``size`` if ``FEWEST`` steps of it fit; else the smallest one.
 
     Args:
         step: the seconds of one step of both.
         seconds: for training and what follows.
     """
-    return max(LEAST, min(MOST, int((seconds - LAST_PART) / step)))
+    return size if FEWEST * step <= seconds - LAST_PART else SIZES[-1]
+
+
+def choose_steps(step: float, seconds: float) -> int:
+    """Choose the steps of each run: as many as fit, from ``FEWEST`` to ``MOST``.
+
+    Args:
+        step: the seconds of one step of both.
+        seconds: for training and what follows.
+    """
+    return max(FEWEST, min(MOST, int((seconds - LAST_PART) / step)))
 
 
 def choose_again(steps: int, *, done: int, step: float, before: float, seconds: float) -> int:
