@@ -20,8 +20,8 @@ from fp8graph.backend.backend import Backend
 from fp8graph.backend.compiled_graph import CompiledGraph, Variants
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.compat import dynamo, fakes, wrappers
+from fp8graph.compat.anchors import remember_modules
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import remember_modules
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import arguments_of
 from fp8graph.recipes import RECIPE_NAMES

@@ -23,8 +23,8 @@ from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Situation
 from fp8graph.backend.inductor_passes import Stopwatch
 from fp8graph.compat import autograd, checkpointing, dynamo, fakes
+from fp8graph.compat.anchors import anchor, has_no_module, remember_modules
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
-from fp8graph.compat.lives import has_no_module, life, remember_modules
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.decisions import Condition, Decisions, GatheredInFP8
 from fp8graph.recipes.autocast import current_region
@@ -285,7 +285,7 @@ class CompiledGraph:
             if not calls.get(key):
                 calls.pop(key, None)
 
-        return [weakref.ref(life(parameter), forget) for parameter in parameters]
+        return [weakref.ref(anchor(parameter), forget) for parameter in parameters]
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
         """Run on fake tensors to learn the shapes of the outputs. Their parameters have no scales and no FP8 copies.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fp8graph.compat import distributed, dynamo, fakes, fsdp, lives
+from fp8graph.compat import anchors, distributed, dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.decisions import Condition, Decisions, Stacks, stacks_of
@@ -81,7 +81,7 @@ class DynamoGraph:
 
     def let_torch_swap(self) -> None:
         """Leave no weak reference of Dynamo to parameters, now that it has finished with the graph."""
-        lives.let_torch_swap(self.fake_inputs, self.context)
+        anchors.let_torch_swap(self.fake_inputs, self.context)
 
     def tracing_anew(self) -> contextlib.AbstractContextManager[Any]:
         """A context like Dynamo's that knows nothing of earlier compilations."""

@@ -29,7 +29,7 @@ from fp8graph.backend import coverage
 from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.compiled_graph import graphs_of
 from fp8graph.compat import dynamo, wrappers
-from fp8graph.compat.lives import life
+from fp8graph.compat.anchors import anchor
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, SettingsArguments, arguments_of, choices, show_arguments
 from fp8graph.libraries import adopt
@@ -408,8 +408,8 @@ class _NotCalled:
         backend, model = self._backend(), self._model()
         if backend is None or model is None or backend.runs:
             return True
-        own = {id(life(parameter)) for parameter in model.parameters()}
-        if not any(id(life(parameter)) in own for parameter in _updated(optimizer)):
+        own = {id(anchor(parameter)) for parameter in model.parameters()}
+        if not any(id(anchor(parameter)) in own for parameter in _updated(optimizer)):
             return False
         if not graphs_of(model.parameters()):  # of a function, compiled with another backend
             coverage.warn_or_raise_once(backend, _NOT_CALLED % (type(model).__name__, type(optimizer).__name__))

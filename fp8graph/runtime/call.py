@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from fp8graph.compat.anchors import anchor
 from fp8graph.compat.dynamo import outermost_call
-from fp8graph.compat.lives import life
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.decisions import Condition
 from fp8graph.runtime.recomputation import Checkpointed
@@ -41,7 +41,7 @@ class FirstCall:
         self.policy = policy
         self._steps = steps
         self._runs = outermost_call()
-        self._layer = None if parameter is None else weakref.ref(life(parameter))
+        self._layer = None if parameter is None else weakref.ref(anchor(parameter))
 
     def is_over(self, parameter: torch.Tensor | None, steps: int) -> bool:
         """Whether the call that begins now is of a later step, or a later outermost call."""
@@ -52,7 +52,7 @@ class FirstCall:
     def _is_of(self, parameter: torch.Tensor) -> bool:
         """Whether it was a call of the same layer; a layer that is gone made place for another."""
         layer = self._layer() if self._layer is not None else None
-        return layer is None or layer is life(parameter)
+        return layer is None or layer is anchor(parameter)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class BoundCall:
         epoch: of the backend, when it was bound; -1: it is no longer valid.
         ids: those of the parameters, as bytes; b"" if it is valid for any parameters.
         parameters: the ids of the parameters.
-        alive: references to their lives.
+        alive: references to their anchors.
         policy: the identity of the policy.
         findings: of the graph, under the names of these parameters.
         conditions: of its variant, beside those of the call's situation.

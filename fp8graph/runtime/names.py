@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fp8graph.compat import fakes, lives, wrappers
+from fp8graph.compat import anchors, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.ir.decisions import Stacks, stacks_of
 from fp8graph.recipes import FP8_MAX
@@ -56,14 +56,14 @@ class Names:
         self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module, name: str) -> None:
-        lives.remember_modules(model)
+        anchors.remember_modules(model)
         stacks = stacks_of(_matrices(model, name))
         for fqn, parameter in model.named_parameters(prefix=name):
             for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
                 self._names.set(tensor, wrappers.name_in_original(fqn))
                 self._stacks.set(tensor, stacks)
 
-    def get(self, parameter: torch.Tensor | lives.Life) -> str:
+    def get(self, parameter: torch.Tensor | anchors.Anchor) -> str:
         """Return the FQN, or "" for a tensor that was not bound.
 
         The parameters of a bound model may be replaced: FSDP2 puts gathered ones in their place while a layer runs.
@@ -79,9 +79,11 @@ class Names:
         return self._names.set(parameter, "") if name is None else name  # do not search again
 
     def held(self) -> set[int]:
-        """Return the ids of the lives of the parameters that bound models have now."""
+        """Return the ids of the anchors of the parameters that bound models have now."""
         parameters = (parameter for model in list(self._models) for parameter in model.parameters())
-        return {id(lives.life(x)) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
+        return {
+            id(anchors.anchor(x)) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))
+        }
 
     def note_graph(self, names: Iterable[str], *, bound: bool) -> None:
         """Remember that a graph has parameters of these names; not ``bound``: its parameters had no names yet."""

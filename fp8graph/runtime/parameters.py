@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
-from fp8graph.compat.lives import Life, life
+from fp8graph.compat.anchors import Anchor, anchor
 
 _Value = TypeVar("_Value")
 
@@ -34,15 +34,15 @@ class ParameterTable(Generic[_Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def of(self, parameter: Tensor | Life) -> _Value | None:
+    def of(self, parameter: Tensor | Anchor) -> _Value | None:
         """Return the value of one parameter."""
-        return self._values.get(id(life(parameter)))
+        return self._values.get(id(anchor(parameter)))
 
-    def set(self, parameter: Tensor | Life, value: _Value) -> _Value:
+    def set(self, parameter: Tensor | Anchor, value: _Value) -> _Value:
         """Give one parameter a value."""
-        return self.keep(id(life(parameter)), value, [parameter])
+        return self.keep(id(anchor(parameter)), value, [parameter])
 
-    def keep(self, key: Hashable, value: _Value, parameters: Iterable[Tensor | Life]) -> _Value:
+    def keep(self, key: Hashable, value: _Value, parameters: Iterable[Tensor | Anchor]) -> _Value:
         """Keep ``value`` as long as all of ``parameters`` live, whose ids are a part of ``key``."""
         this = weakref.ref(self)
 
@@ -50,7 +50,7 @@ class ParameterTable(Generic[_Value]):
             if (table := this()) is not None and (gone := table.drop(key)) is not None and table._gone is not None:
                 table._gone(gone)
 
-        self._alive[key] = [weakref.ref(life(parameter), freed) for parameter in parameters]
+        self._alive[key] = [weakref.ref(anchor(parameter), freed) for parameter in parameters]
         self._values[key] = value
         return value
 
@@ -63,7 +63,7 @@ class ParameterTable(Generic[_Value]):
         """Return the entries. The table changes whenever a parameter is freed, this list does not."""
         return list(self._values.items())
 
-    def parameters(self) -> list[tuple[Tensor | Life, _Value]]:
+    def parameters(self) -> list[tuple[Tensor | Anchor, _Value]]:
         """Return the parameters of the entries, alive, each with its value."""
         alive = [(reference(), key) for key, references in list(self._alive.items()) for reference in references]
         return [(owner, self._values[key]) for owner, key in alive if owner is not None]

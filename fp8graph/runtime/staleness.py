@@ -28,9 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
+from fp8graph.compat.anchors import Anchor, anchor
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import Life, life
 from fp8graph.runtime.contents import contents_of
 from fp8graph.runtime.parameters import ParameterTable
 
@@ -86,7 +86,7 @@ class OptimizerSteps:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.count += 1
         for group in optimizer.param_groups:
-            for parameter in map(life, group["params"]):
+            for parameter in map(anchor, group["params"]):
                 held = self.held.get(id(parameter)) or self.held.set(parameter, [0, 0])
                 held[:] = self.count, held[1] + 1
         for waits in [*self._waiting]:
@@ -234,8 +234,8 @@ class WeightUpdates:
 
             autograd.after_optimizer_steps(self, after_step)
 
-    def of_optimizers(self, parameters: Sequence[Tensor | Life]) -> int:
-        """Steps of the optimizers that hold some of ``parameters`` (their lives), since the last restart.
+    def of_optimizers(self, parameters: Sequence[Tensor | Anchor]) -> int:
+        """Steps of the optimizers that hold some of ``parameters`` (their anchors), since the last restart.
 
         Of all, if none does.
         """

@@ -43,9 +43,9 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.compat import autograd, ops
+from fp8graph.compat.anchors import anchor
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.compat.lives import life
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import CachedWeight
@@ -249,7 +249,7 @@ class WeightCache(Store):
         """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
         owners = [args[index] for index in request.parameters]
         way = (request.signature, *map(_kind, request.extra_inputs))
-        key = way, *map(id, map(life, owners))
+        key = way, *map(id, map(anchor, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
     def _copy(self, weight: _Weight, request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy:

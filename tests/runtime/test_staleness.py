@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8graph.compat.lives import life, remember_modules
+from fp8graph.compat.anchors import anchor, remember_modules
 from fp8graph.runtime import staleness
 from fp8graph.runtime.staleness import Unchanged, WeightUpdates, identities, storage_of, version
 
@@ -140,5 +140,5 @@ def test_steps_of_a_parameter_that_torch_swaps_are_counted_on() -> None:
     for _ in range(3):
         optimizer.step()
         model.to("cpu")
-    assert updates.of_optimizers([life(parameter) for parameter in model.parameters()]) == 3
+    assert updates.of_optimizers([anchor(parameter) for parameter in model.parameters()]) == 3
     assert [updates.all.of(parameter) for parameter in model.parameters()] == [updates.all.count] * 2

@@ -846,8 +846,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "values of a freed parameter are those of the next with its id",
         f"{_RUNTIME}/parameters.py",
-        "[weakref.ref(life(parameter), freed) for",
-        "[weakref.ref(life(parameter)) for",
+        "[weakref.ref(anchor(parameter), freed) for",
+        "[weakref.ref(anchor(parameter)) for",
         ("tests/runtime/test_parameters.py",),
     ),
     Fault(
@@ -1141,7 +1141,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "layers that share a graph count as one",
         f"{_RUNTIME}/call.py",
-        "return layer is None or layer is life(parameter)",
+        "return layer is None or layer is anchor(parameter)",
         "return True",
         ("tests/backend/test_coverage.py",),
     ),
@@ -1567,10 +1567,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a swap ends the life of a parameter",
-        f"{_COMPAT}/lives.py",
-        "is reference and not life._renew()",
+        f"{_COMPAT}/anchors.py",
+        "is reference and not entry._renew()",
         "is reference",
-        ("tests/compat/test_lives.py",),
+        ("tests/compat/test_anchors.py",),
     ),
     Fault(
         "a cache key without the default dtype",

@@ -21,7 +21,7 @@ from fp8graph.compat.fakes import FakeTensor, TracingContext, wrapped_tensors
 
 _MARK: Final = "_fp8graph_mark"
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
-_lives: Final[dict[int, Life]] = {}  # by the id of the tensor, as long as that lives
+_anchors: Final[dict[int, Anchor]] = {}  # by the id of the tensor, as long as that lives
 
 
 class _Mark:
@@ -32,8 +32,8 @@ class _Mark:
         return set, ()
 
 
-class Life:
-    """The life of one tensor of a wrapper subclass: it ends with the tensor, whatever that is swapped with."""
+class Anchor:
+    """Stands in for a tensor of a wrapper subclass in weak references; ends with it, whatever that is swapped with."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._key = id(tensor)
@@ -41,7 +41,7 @@ class Life:
         self._mark(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is the life of ``tensor``, not of an earlier one with the same id."""
+        """Whether it is the anchor of ``tensor``, not of an earlier one with the same id."""
         if tensor.__dict__.get(_MARK) is self._reference():
             return True
         return self._renew() and tensor.__dict__.get(_MARK) is self._reference()
@@ -62,33 +62,33 @@ class Life:
 
 
 def _lost(key: int, reference: weakref.ref[_Mark]) -> None:
-    """End the life whose mark was freed, with the tensor itself or with one that it was swapped with."""
-    life = _lives.get(key)
-    if life is not None and life._reference is reference and not life._renew():
-        del _lives[key]
+    """Drop the anchor whose mark was freed, with the tensor itself or with one that it was swapped with."""
+    entry = _anchors.get(key)
+    if entry is not None and entry._reference is reference and not entry._renew():
+        del _anchors[key]
 
 
-def life(tensor: Tensor | Life) -> Tensor | Life:
+def anchor(tensor: Tensor | Anchor) -> Tensor | Anchor:
     """An object to refer to weakly in place of ``tensor``, always the same one: for a plain tensor that itself."""
-    if type(tensor) in _PLAIN or isinstance(tensor, Life) or not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in _PLAIN or isinstance(tensor, Anchor) or not is_traceable_wrapper_subclass(tensor):
         return tensor
-    stand_in = _lives.get(id(tensor))
+    stand_in = _anchors.get(id(tensor))
     if stand_in is None or not stand_in.is_of(tensor):
-        stand_in = _lives[id(tensor)] = Life(tensor)
+        stand_in = _anchors[id(tensor)] = Anchor(tensor)
     return stand_in
 
 
 def has_no_module(tensor: Tensor) -> bool:
     """Whether torch swaps the contents of ``tensor``, and it is not known which module holds it."""
-    stand_in = life(tensor)
-    return isinstance(stand_in, Life) and stand_in.module is None
+    stand_in = anchor(tensor)
+    return isinstance(stand_in, Anchor) and stand_in.module is None
 
 
 def remember_modules(*models: nn.Module) -> None:
-    """Note which modules of ``models`` hold parameters that torch swaps. Those of others begin a new life by a swap."""
+    """Note which modules of ``models`` hold parameters that torch swaps. Those of others get a new anchor by a swap."""
     for module in (module for model in models for module in model.modules()):
         for parameter in list(module._parameters.values()):
-            if parameter is not None and isinstance(stand_in := life(parameter), Life):
+            if parameter is not None and isinstance(stand_in := anchor(parameter), Anchor):
                 stand_in.module = weakref.ref(module)
 
 

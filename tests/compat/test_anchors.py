@@ -1,4 +1,4 @@
-"""The life of a parameter whose contents torch swaps: its weak references, its end, copies of it."""
+"""The anchor of a parameter whose contents torch swaps: its weak references, its end, copies of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8graph.compat import lives
-from fp8graph.compat.lives import Life, life, remember_modules
+from fp8graph.compat import anchors
+from fp8graph.compat.anchors import Anchor, anchor, remember_modules
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 
@@ -29,26 +29,26 @@ def model(group_of_two: None) -> nn.Linear:
 
 def test_plain_tensors_are_referred_to_themselves() -> None:
     parameter, fake = nn.Parameter(torch.ones(2)), torch.ones(2, device="meta")
-    assert life(parameter) is parameter
-    assert life(fake) is fake
+    assert anchor(parameter) is parameter
+    assert anchor(fake) is fake
 
 
 def test_torch_may_swap_a_parameter_that_has_a_life(model: nn.Linear) -> None:
     remember_modules(model)
-    alive = life(model.weight)
-    assert isinstance(alive, Life)
-    assert life(model.weight) is life(alive) is alive
-    assert life(model.bias) is not alive
+    alive = anchor(model.weight)
+    assert isinstance(alive, Anchor)
+    assert anchor(model.weight) is anchor(alive) is alive
+    assert anchor(model.bias) is not alive
     assert weakref.getweakrefs(model.weight) == []
     model.to(torch.float64)
     assert model.weight.dtype == torch.float64
-    assert life(model.weight) is alive
+    assert anchor(model.weight) is alive
 
 
 def test_a_life_outlasts_swaps_that_nobody_asked_about(model: nn.Linear) -> None:
     ended: list[str] = []
     remember_modules(model)
-    weakref.finalize(life(model.weight), ended.append, "weight")
+    weakref.finalize(anchor(model.weight), ended.append, "weight")
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
         model.to(dtype)
     gc.collect()
@@ -62,49 +62,49 @@ def test_two_parameters_of_a_model_that_are_swapped(model: nn.Linear) -> None:
     square = nn.Linear(4, 4, bias=False)
     square.weight = cast(Any, nn.Parameter(model.weight.detach().clone()))
     remember_modules(model, square)
-    before = life(model.weight), life(square.weight)
+    before = anchor(model.weight), anchor(square.weight)
     torch.utils.swap_tensors(model.weight, square.weight)
-    assert (life(model.weight), life(square.weight)) == before
+    assert (anchor(model.weight), anchor(square.weight)) == before
 
 
 def test_a_life_ends_with_its_parameter_and_keeps_nothing_alive(model: nn.Linear) -> None:
-    known, ended = len(lives._lives), list[str]()
+    known, ended = len(anchors._anchors), list[str]()
     held = nn.ModuleList([copy.deepcopy(model)])
     remember_modules(held)
-    assert len(lives._lives) == known + 2
+    assert len(anchors._anchors) == known + 2
     shard = weakref.ref(cast(Any, held[0]).weight.to_local())
-    weakref.finalize(life(cast(Any, held[0]).weight), ended.append, "weight")
+    weakref.finalize(anchor(cast(Any, held[0]).weight), ended.append, "weight")
     held.to(torch.float64)
     del held
     gc.collect()
-    assert (ended, shard(), len(lives._lives)) == (["weight"], None, known)
+    assert (ended, shard(), len(anchors._anchors)) == (["weight"], None, known)
 
 
 def test_a_swapped_parameter_whose_module_is_not_known_begins_a_new_life(model: nn.Linear) -> None:
-    alive = weakref.ref(life(model.weight))
-    assert lives.has_no_module(model.weight)
+    alive = weakref.ref(anchor(model.weight))
+    assert anchors.has_no_module(model.weight)
     model.to(torch.float64)
     assert alive() is None
     remember_modules(model)
-    assert not lives.has_no_module(model.weight)
+    assert not anchors.has_no_module(model.weight)
 
 
 def test_a_tensor_with_the_id_of_a_dead_one_has_its_own_life(model: nn.Linear) -> None:
     remember_modules(model)
-    first, other = life(model.weight), life(model.bias)
-    lives._lives[id(model.bias)] = cast(Life, first)  # as if the weight had been freed, and its id used again
-    assert life(model.bias) is not first
-    assert life(model.bias) is not other
+    first, other = anchor(model.weight), anchor(model.bias)
+    anchors._anchors[id(model.bias)] = cast(Anchor, first)  # as if the weight had been freed, and its id used again
+    assert anchor(model.bias) is not first
+    assert anchor(model.bias) is not other
 
 
 def test_copies_and_files_have_no_life(model: nn.Linear) -> None:
-    alive = life(model.weight)
+    alive = anchor(model.weight)
     copied = copy.deepcopy(model)
-    assert life(copied.weight) is not alive
+    assert anchor(copied.weight) is not alive
     file = io.BytesIO()
     torch.save(model.state_dict(keep_vars=True), file)
     file.seek(0)
     loaded: dict[str, Tensor] = torch.load(file, weights_only=False)
     assert loaded["weight"].shape == (4, 4)
-    assert life(loaded["weight"]) is not alive
-    assert life(model.weight) is alive
+    assert anchor(loaded["weight"]) is not alive
+    assert anchor(model.weight) is alive
