@@ -45,7 +45,7 @@ from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.records import RefusalRecord
 from fp8graph.runtime.parameters import ParameterTable
-from fp8graph.runtime.stores import Caller, Run, Slot, Store
+from fp8graph.runtime.stores import CallContext, Run, Slot, Store
 
 _STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"
@@ -262,11 +262,11 @@ class MainGrads(Store):
         held = sum(buffer.tensor.nbytes for buffer in self._buffers.values() if buffer.is_grad)
         return {"gradient_bytes": held, "refusals_of_calls": list(self._left)}
 
-    def slot(self, extra_inputs: Sequence[Gradient], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[Gradient], context: CallContext) -> Slot:
         """The memory that a graph adds to."""
         positions = [gradient.parameter for gradient in extra_inputs]
         return _Added(
-            tensors=[self.buffer(caller.args[i]).memory for i in positions],
+            tensors=[self.buffer(context.args[i]).memory for i in positions],
             fresh=lambda args: all(self._is_known(args[i]) for i in positions),
             grads=self,
             requests=extra_inputs,

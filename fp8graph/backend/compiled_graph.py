@@ -33,7 +33,7 @@ from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import BoundCall, FirstCall
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import identities, picker
-from fp8graph.runtime.stores import Caller, GatheredInHighPrecision, Otherwise, Services
+from fp8graph.runtime.stores import CallContext, GatheredInHighPrecision, Otherwise, Services
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[CompiledGraph]] = weakref.WeakSet()
@@ -221,7 +221,7 @@ class CompiledGraph:
             whole = self._whole(situation, conditions, arrived)
             variant, epoch = self._find(whole, bound), services.epoch.now
             findings = variant.findings
-            caller = Caller(
+            context = CallContext(
                 args=args,
                 gradients=self._graph.gradients,
                 group=situation.amax_group,
@@ -230,7 +230,7 @@ class CompiledGraph:
             )
             try:
                 slots = [
-                    (store.slot(extra_inputs, caller), findings.places[name])
+                    (store.slot(extra_inputs, context), findings.places[name])
                     for name, store in services.stores.items()
                     if (extra_inputs := findings.by_store.get(name)) is not None
                 ]

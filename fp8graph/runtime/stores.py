@@ -32,7 +32,7 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class CallContext:
     """The call for which slots are made.
 
     Attributes:
@@ -177,10 +177,10 @@ class Store:
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:
-        """Return the parameters at ``positions`` that were gathered in FP8 only (``Caller.arrived``)."""
+        """Return the parameters at ``positions`` that were gathered in FP8 only (``CallContext.arrived``)."""
         return {}
 
-    def slot(self, extra_inputs: Sequence[Any], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[Any], context: CallContext) -> Slot:
         """Return the slot for what a graph asks for; most give no tensors.
 
         Args:
@@ -325,13 +325,13 @@ class Services:
         Args:
             extra_inputs: of one store. The same sequence finds the same tensors at once.
             args: the inputs of the graph that is about to run, the parameters among them.
-            records: see :class:`Caller`.
+            records: see :class:`CallContext`.
         """
         if not extra_inputs:
             return []
         (name,) = {each.store for each in extra_inputs}
-        caller = Caller(args=args, gradients=False, group=None, arrived={}, records=records)
-        return self._made[name].slot(extra_inputs, caller).tensors
+        context = CallContext(args=args, gradients=False, group=None, arrived={}, records=records)
+        return self._made[name].slot(extra_inputs, context).tensors
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:

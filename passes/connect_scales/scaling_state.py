@@ -46,7 +46,7 @@ from fp8graph.runtime.names import Names
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import identities
 from fp8graph.runtime.state_dict import shown
-from fp8graph.runtime.stores import Caller, KeptScales, Otherwise, Run, Services, Slot, accelerator_of
+from fp8graph.runtime.stores import CallContext, KeptScales, Otherwise, Run, Services, Slot, accelerator_of
 
 _log = logging.getLogger("fp8graph")
 
@@ -89,23 +89,23 @@ class ScalingState(KeptScales):
         if not self._reductions:
             self._forget_rows(owner)
 
-    def slot(self, extra_inputs: Sequence[PageLayout | JoinsReduction], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[PageLayout | JoinsReduction], context: CallContext) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""
         layouts = _layouts_of(extra_inputs)
-        group = str(caller.group) if len(layouts) < len(extra_inputs) else None
+        group = str(context.group) if len(layouts) < len(extra_inputs) else None
         slot = _Read(
-            tensors=(), state=self, requests=extra_inputs, layouts=layouts, group=group, records=caller.gradients
+            tensors=(), state=self, requests=extra_inputs, layouts=layouts, group=group, records=context.gradients
         )
-        slot.take_part(caller.args)
-        records = caller.gradients or caller.records
+        slot.take_part(context.args)
+        records = context.gradients or context.records
         if layouts:
-            pages = self.pages(extra_inputs, caller.args, records=records)
+            pages = self.pages(extra_inputs, context.args, records=records)
             slot.tensors = [page.tensor for page in pages]
             # a call on fake tensors only looks at the model
-            if caller.conditions is not None and not any(isinstance(x, FakeTensor) for x in caller.args):
-                slot.fresh = self._begin(pages, InitialScales() in caller.conditions)
-        if layouts and caller.gradients and not self.ranks.same_in_stage(caller.group):
-            self._groups.add(caller.group)
+            if context.conditions is not None and not any(isinstance(x, FakeTensor) for x in context.args):
+                slot.fresh = self._begin(pages, InitialScales() in context.conditions)
+        if layouts and context.gradients and not self.ranks.same_in_stage(context.group):
+            self._groups.add(context.group)
         return slot
 
     def first_condition(self, recipes: Collection[Recipe], parameters: Sequence[Tensor]) -> InitialScales | None:

@@ -42,7 +42,7 @@ from fp8graph.passes.gather_weights.gathered_copies import (
 )
 from fp8graph.recipes import LAYOUTS
 from fp8graph.runtime.staleness import signature
-from fp8graph.runtime.stores import Caller, GatheredInHighPrecision, KeptScales, Run, Services, Slot, Store
+from fp8graph.runtime.stores import CallContext, GatheredInHighPrecision, KeptScales, Run, Services, Slot, Store
 
 
 class SentWeights(Store):
@@ -86,23 +86,23 @@ class SentWeights(Store):
         self._attached = [reference for reference, _ in alive]
         return [weight for _, weight in alive]
 
-    def slot(self, extra_inputs: Sequence[GatheredWeight | ReadWhole | ToGather], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[GatheredWeight | ReadWhole | ToGather], context: CallContext) -> Slot:
         """The copies that a graph takes of what was gathered."""
-        arrived, copies, read = caller.arrived, list[Tensor](), set[int]()
+        arrived, copies, read = context.arrived, list[Tensor](), set[int]()
         apart: list[SentWeight] = []
         for weight in extra_inputs:
             if isinstance(weight, ReadWhole):
                 read.update(weight.parameters)
             elif isinstance(weight, GatheredWeight):
                 owner: SentWeight | None = arrived.get(weight.parameters[0])
-                made = owner and owner.copies(weight, [caller.args[index] for index in weight.parameters])
+                made = owner and owner.copies(weight, [context.args[index] for index in weight.parameters])
                 copies += made or []
                 apart += [owner] if owner is not None and owner.differ else []
                 read.update(() if made is not None else arrived.keys() & {*weight.parameters})
         if read:
             self.restore(arrived[index] for index in read)
             raise GatheredInHighPrecision(frozenset(read))
-        self.ask([each for each in extra_inputs if isinstance(each, ToGather)], caller.args)
+        self.ask([each for each in extra_inputs if isinstance(each, ToGather)], context.args)
         if apart:
             return RowsOfForward(tensors=copies, weights=[weakref.ref(weight) for weight in apart])
         return Slot(tensors=copies)

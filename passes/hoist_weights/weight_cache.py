@@ -53,7 +53,7 @@ from fp8graph.passes.hoist_weights.side_by_side import lie_side_by_side, side_by
 from fp8graph.runtime.contents import EVERY, Watch, contents_of, same_contents
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import Unchanged, picker, signature, storage_of
-from fp8graph.runtime.stores import Caller, Services, Slot, Store
+from fp8graph.runtime.stores import CallContext, Services, Slot, Store
 
 _log = logging.getLogger("fp8graph")
 
@@ -136,9 +136,9 @@ class WeightCache(Store):
         """The memory of all copies."""
         return sum(t.nbytes for copy in self._copies() if not copy.in_place for t in copy.tensors.values())
 
-    def slot(self, extra_inputs: Sequence[CachedWeight], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[CachedWeight], context: CallContext) -> Slot:
         """The copies that a graph takes, up to date."""
-        return Slot(tensors=self.tensors(extra_inputs, caller.args), fresh=self.unchanged(extra_inputs, caller.args))
+        return Slot(tensors=self.tensors(extra_inputs, context.args), fresh=self.unchanged(extra_inputs, context.args))
 
     def tensors(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> list[Tensor]:
         """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.

@@ -23,7 +23,7 @@ from fp8graph.compat.distributed import gathered_objects
 from fp8graph.numerics.stats import Parts, merged, named
 from fp8graph.passes.observe.measuring import Observed, StatisticsPage
 from fp8graph.runtime.policies import Schedule
-from fp8graph.runtime.stores import Caller, Run, Services, Slot, Store
+from fp8graph.runtime.stores import CallContext, Run, Services, Slot, Store
 
 _log = logging.getLogger("fp8graph")
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
@@ -155,7 +155,7 @@ class Observation(Store):
             return None
         return self._condition if any(request.is_due(now) for request in self._active) else None
 
-    def slot(self, extra_inputs: Sequence[StatisticsPage], caller: Caller) -> Slot:
+    def slot(self, extra_inputs: Sequence[StatisticsPage], context: CallContext) -> Slot:
         """The tensors that observed calls fill, each its own."""
         nothing = [torch.empty(0, device=page.device) for page in extra_inputs]
         return _Filled(tensors=nothing, observation=self, pages=extra_inputs)

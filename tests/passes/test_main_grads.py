@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.accumulate_wgrad import Gradient, MainGrads, why_not_accumulated
-from fp8graph.runtime.stores import Caller, Slot
+from fp8graph.runtime.stores import CallContext, Slot
 from helpers import eager_backend, first_fast
 
 
@@ -490,7 +490,7 @@ def test_another_parameter_has_another_buffer() -> None:
     asked = [Gradient(parameter=0, shape=(2, 3), device=weight.device)]
 
     def slot(parameter: nn.Parameter) -> Slot:
-        return grads.slot(asked, Caller(args=[parameter], gradients=True, group=None, arrived={}))
+        return grads.slot(asked, CallContext(args=[parameter], gradients=True, group=None, arrived={}))
 
     first = slot(weight)
     (memory,) = first.tensors
