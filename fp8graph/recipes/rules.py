@@ -45,7 +45,7 @@ class Rule:
 
     Args:
         pattern: a glob over the whole FQN (``fnmatch``, case-sensitive), or a compiled regular
-            expression that must match the whole FQN.
+            expression that must match the whole FQN. A string that has ``\\.``, ``\\d``, ``\\w`` or ``\\s`` is refused.
         recipe: a recipe object or name; ``None`` or "high_precision" leaves the GEMMs alone.
         op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
             "grouped_mm", "attention" (its backward if the recipe has ``attention_backward``), or "*". The latter means
