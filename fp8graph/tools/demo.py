@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,15 +35,13 @@ from fp8graph.tools.demo_choice import (
     SIZES,
     Compiler,
     Dtype,
-    Size,
     choose_again,
     choose_compiler,
     choose_size,
-    choose_smaller,
     choose_steps,
 )
 
-PROBE_SECONDS: Final = 2.0  # of each type
+PROBE_SECONDS: Final = 2.0  # of each type, and of each run's first steps
 SAMPLE_SECONDS: Final = 8.0
 LINE_SECONDS: Final = 5.0  # between two lines about the training where there is no terminal
 LAST: Final = 20  # losses that are averaged for the verdict, of 40 or more; else half of them
@@ -101,11 +100,6 @@ def build_model(seed: int, layers: int = 2, *, dtype: torch.dtype = torch.bfloat
     return model.to(dtype)
 
 
-def millions(build: Callable[..., Any], size: Size) -> str:
-    """Say how many parameters the model of ``size`` has."""
-    return f"{sum(p.numel() for p in build(**dataclasses.asdict(size)).parameters()) / 1e6:.1f} million parameters"
-
-
 def rates(tokens: Tensor) -> dict[Dtype, float]:
     """Weights times tokens per second of the largest model on this machine, forward and backward, by type.
 
@@ -135,17 +129,19 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> Run:
-    """Compile ``model`` through ``torch.compile(backend=backend)``, and time steps that change no weight."""
+    """Compile ``model`` through ``torch.compile(backend=backend)``, and time a few steps that change no weight."""
     compiled = torch.compile(model, backend=backend)
     compile_seconds = _seconds(lambda: _gradients(compiled, tokens))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    step_seconds = [_seconds(lambda: _step(compiled, optimizer, tokens)) for _ in range(3)]
+    step_seconds = [_seconds(lambda: _step(compiled, optimizer, tokens))]
+    while len(step_seconds) < 3 and sum(step_seconds) < PROBE_SECONDS:
+        step_seconds.append(_seconds(lambda: _step(compiled, optimizer, tokens)))
     return Run(
         name=name,
         model=model,
         compiled=compiled,
         compile_seconds=compile_seconds,
-        step_seconds=sorted(step_seconds)[1],
+        step_seconds=statistics.median(step_seconds),
     )
 
 
@@ -326,9 +322,10 @@ def run_demo(
     with quiet(), stage("timing bf16 and FP32 (of about three minutes)", errors):
         speed = rates(batches(text, 1, seed, 1)[0])
     size, dtype = choose_size(speed, left(), steps)
-    build = functools.partial(build_model, seed, dtype=DTYPES[dtype])
+    build = functools.partial(build_model, seed, dtype=DTYPES[dtype], **dataclasses.asdict(size))
+    parameters = sum(p.numel() for p in build().parameters())
     console.print(
-        f"Chosen for this machine: {millions(build, size)} in {dtype} (FP32 is "
+        f"Chosen for this machine: {parameters / 1e6:.1f} million parameters in {dtype} (FP32 is "
         f"{speed['FP32'] / speed['bf16']:.1f} times as fast as bf16 here).",
         highlight=False,
         soft_wrap=True,
@@ -336,20 +333,13 @@ def run_demo(
     first = batches(text, 1, seed)[0]
     plain_backend: Any = "aot_eager" if compiler == "eager" else "inductor"
     with quiet(), stage(f"compiling forward and backward of {dtype}", errors):
-        plain = prepare(dtype, build(**dataclasses.asdict(size)), plain_backend, first)
+        plain = prepare(dtype, build(), plain_backend, first)
     compiler = compiler or choose_compiler(plain.compile_seconds, plain.step_seconds, left())
     backend = Backend(recipe=recipe, compiler=compiler)
     with quiet(), stage("compiling forward and backward of FP8", errors):
-        fp8 = prepare("FP8", build(**dataclasses.asdict(size)), backend, first)
+        fp8 = prepare("FP8", build(), backend, first)
     pair = plain.step_seconds + fp8.step_seconds
     fixed = steps is not None
-    if not fixed and (smaller := choose_smaller(size, pair, left())) != size:
-        console.print(f"This machine became slower: {millions(build, smaller)}.", highlight=False)
-        compiler, backend = "eager", Backend(recipe=recipe, compiler="eager")  # which start at once
-        with quiet(), stage(f"starting with {dtype} and FP8 again", errors):
-            plain = prepare(dtype, build(**dataclasses.asdict(smaller)), "aot_eager", first)
-            fp8 = prepare("FP8", build(**dataclasses.asdict(smaller)), backend, first)
-        pair = plain.step_seconds + fp8.step_seconds
     steps = steps or choose_steps(pair, left())
     console.print(
         f"Chosen: {steps} steps of {BATCH} x {SEQUENCE} bytes in {dtype} and in FP8"

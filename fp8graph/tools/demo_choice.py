@@ -3,8 +3,8 @@
 Both runs, their compilation and what is shown of them shall end in ``SECONDS`` on any two cores. A machine differs from
 others in three ways that are measured before anything depends on them: how fast it multiplies (``choose_size``), in
 bf16 and in FP32, which is several times as fast where a CPU has no bf16 GEMM; how long it compiles
-(``choose_compiler``); and how long a step then takes (``choose_steps``). Where it becomes slower meanwhile, the
-smallest size takes its place (``choose_smaller``); in the training, there are fewer steps (``choose_again``).
+(``choose_compiler``); and how long a step then takes (``choose_steps``). Where it becomes slower in the training, there
+are fewer steps (``choose_again``).
 """
 
 from __future__ import annotations
@@ -79,16 +79,6 @@ def choose_compiler(compilation: float, step: float, seconds: float) -> Compiler
     """
     left = seconds - LAST_PART - LEAST * step * (1 + FP8_STEP)
     return "inductor" if FP8_COMPILATION * compilation <= left else "eager"
-
-
-def choose_smaller(size: Size, step: float, seconds: float) -> Size:
-    """Choose ``size`` if ``FEWEST`` steps of it fit; else the smallest one.
-
-    Args:
-        step: the seconds of one step of both.
-        seconds: for training and what follows.
-    """
-    return size if FEWEST * step <= seconds - LAST_PART else SIZES[-1]
 
 
 def choose_steps(step: float, seconds: float) -> int:
