@@ -175,7 +175,7 @@ def train(
             rate.step()
             run.seconds.append(time.monotonic() - started)
         losses = ", ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
-        steps = choose(done, sum(sum(run.seconds[-RECENT:]) for run in runs) / min(done, RECENT))
+        steps = choose(done, sum(statistics.median(run.seconds[-RECENT:]) for run in runs))
         advance(f"step {done} of {steps}: loss {losses}", steps)
         if done >= steps:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import time
 from pathlib import Path
@@ -147,6 +148,17 @@ def test_both_runs_see_the_same_batches_and_get_fewer_steps_together() -> None:
     assert [steps for _, steps in shown] == [FEWEST + 5] * 2 + [FEWEST] * (FEWEST - 2)
     assert runs[0].losses == runs[1].losses
     assert runs[0].mean < runs[0].losses[0]
+
+
+def test_one_long_step_is_not_taken_for_a_slower_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [1.0, 1.0, 60.0, 1.0, 1.0, 2.0, 2.0, 2.0]  # of each step
+    times = itertools.chain.from_iterable((0.0, each) for each in seconds)
+    model = tiny_model()
+    run = Run(name="x", model=model, compiled=model, compile_seconds=0.0, step_seconds=0.0)
+    data, shown = demo.batches(demo.corpus(), len(seconds), 0, 1), list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    train([run], data, lambda *_: None, lambda _, step: (shown.append(step), len(data))[1])
+    assert shown[2:] == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
 
 
 def test_the_learning_rate_follows_the_steps_that_are_left() -> None:
