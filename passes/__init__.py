@@ -29,6 +29,7 @@ from fp8graph.passes.cast_in_tiles import cast_in_tiles
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.dequantize_backward import dequantize_backward, dequantizes
+from fp8graph.passes.fix_order import fix_order, is_batch_invariant, refuse_batches
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.fuse_stored_linears import fuse_stored_linears, may_be_joined, wanted_joins
@@ -86,6 +87,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(join_decoding, is_split),
     Pass(find_attention, may_have_attention, reads=active_implementation),
     Pass(account, has_other_products),
+    Pass(refuse_batches, is_batch_invariant),
     Pass(score, is_scored),
     Pass(quantize),
     Pass(fold, has_stored_weights),
@@ -108,6 +110,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(accumulate_wgrad, accumulates, wants=wanted_gradients),
     Pass(save_for_backward, has_backward),
     Pass(quantize_attention, is_attention_quantized),
+    Pass(fix_order, is_batch_invariant),
 )
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the

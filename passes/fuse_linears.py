@@ -56,7 +56,7 @@ _GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether the settings ask for it."""
-    return compilation.facts.settings.fuse_linears
+    return compilation.facts.settings.fuses_linears
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:

@@ -46,12 +46,12 @@ _SAME: Final = (aten.detach.default, aten.alias.default)  # a library reads para
 def may_be_joined(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether linears are to be fused, and some weight is multiplied as it arrives."""
     decisions = compilation.decisions.values()
-    return compilation.facts.settings.fuse_linears and any(decision.stored is not None for decision in decisions)
+    return compilation.facts.settings.fuses_linears and any(decision.stored is not None for decision in decisions)
 
 
 def wanted_joins(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """Two for each group of linears: the data, and the scales."""
-    if not facts.settings.fuse_linears or facts.training or not facts.keeps_weights:
+    if not facts.settings.fuses_linears or facts.training or not facts.keeps_weights:
         return 0
     siblings = [each.sibling_key for each in foreseen() if each.stored and _joins(each.stored, each.hardware)]
     return 2 * sum(count > 1 for count in Counter(siblings).values())

@@ -50,7 +50,7 @@ def wanted_repeats(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts
     for each in foreseen():
         scalings = {each.stored} if each.stored else {one.quantizer("weight").scaling for one in each.used("fprop")}
         if any(each.tokens <= each.hardware.most_rows_of_small_tiles(one) for one in scalings if SCALINGS[one].tiled):
-            weights.add(each.sibling_key if facts.settings.fuse_linears else each)
+            weights.add(each.sibling_key if facts.settings.fuses_linears else each)
     return len(weights)
 
 

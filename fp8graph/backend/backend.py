@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, TypeVar, Unpack
 
 import torch
@@ -63,7 +64,8 @@ class Backend(BackendMethods):
         recipe: the recipe of that default policy: "mxfp8" if the target or this machine's GPU is an NVIDIA one
             that supports it, else "tensorwise". Together with ``policy``, it replaces the policy's default recipe.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
-            cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad, small_tiles.
+            cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad, small_tiles,
+            batch_invariant.
         observe, guard: the arguments of :meth:`observe` and :meth:`guard`, which are then called; ``{}``: with their
             defaults. A policy file has them as tables; what is given here replaces the file's. "to_jsonl" is a file to
             which ``observe`` appends each observed step.
@@ -91,7 +93,11 @@ class Backend(BackendMethods):
         if unknown := sorted(others):
             names = ("policy", "recipe", *METHODS, *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], names)}")
-        self.settings: Final = Settings(**arguments)
+        calls: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in METHODS}
+        parameters = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
+        file = PolicyFile.of(policy, parameters)
+        with file.named() if file.settings else nullcontext():
+            self.settings: Final = Settings(**{**file.settings, **arguments})
         self.stopwatch: Final = Stopwatch()
         epoch, policies, steps = Epoch(), Policies(self.settings.hardware), WeightUpdates()
         self.services: Final = Services(
@@ -112,10 +118,7 @@ class Backend(BackendMethods):
         self.dequantized: dict[str, str] = {}  # by name, the layers that dequantize their weights: the weights' class
         self._checked = False  # all graphs of a step were
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
-        calls: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in METHODS}
-        parameters = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
         given = tables(parameters, of_methods)
-        file = PolicyFile.of(policy, parameters)
         with file.named():
             policies.set(file.policy, recipe)
             for name, values in file.watch.items():
@@ -325,7 +328,7 @@ class Backend(BackendMethods):
     def called(self, *, again: bool) -> None:
         """Note a call of a graph, ``again`` or for the first time."""
         self.runs = True
-        if again and self.settings.strict and self._eager_frames.texts():
+        if again and self.settings.refuses_eager and self._eager_frames.texts():
             self.report.check()
 
     def arguments(self) -> dict[str, Any]:

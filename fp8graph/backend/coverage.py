@@ -263,9 +263,9 @@ class EagerFrames:
             backends = wrappers.fp8graph_backends(compiles)
             if backend is None or (backends is not backend and backend not in getattr(backends, "backends", ())):
                 return
-            if backend.settings.strict:
+            if (why := backend.settings.refuses_eager) is not None:
                 raise Fp8CoverageError(
-                    f"strict mode: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
+                    f"{why}: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
                     "dynamic=True if it is a size, or raise torch._dynamo.config.recompile_limit."
                 )
             texts.append(text)

@@ -16,6 +16,7 @@ except ImportError:
     varlen = None
 
 __all__ = [
+    "CPU_FLASH",
     "FLEX",
     "FLEX_BACKWARD",
     "FORMS",
@@ -36,6 +37,7 @@ VARLEN: Final[Any] = torch.ops.torch_attn._varlen_attn.default if varlen else No
 VARLEN_BACKWARD: Final[Any] = torch.ops.torch_attn._varlen_attn_backward.default if varlen else None
 
 _aten: Final[Any] = torch.ops.aten
+CPU_FLASH: Final[Any] = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,7 @@ FORMS: Final[Mapping[Any, Form]] = {
         backward=_aten._scaled_dot_product_fused_attention_overrideable_backward.default,
         logsumexp=7,
     ),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: Form(
-        name="CPU flash", backward=_aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    ),
+    CPU_FLASH: Form(name="CPU flash", backward=_aten._scaled_dot_product_flash_attention_for_cpu_backward.default),
     FLEX: Form(name="flex", backward=FLEX_BACKWARD, first=0, logsumexp=4),
     **({VARLEN: Form(name="packed", backward=VARLEN_BACKWARD)} if VARLEN is not None else {}),
 }

@@ -26,6 +26,9 @@ HAS_ROWS: Final = sys.platform != "win32"
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.
 PACKAGES_FP8_ON_CPU: Final = torch.__version__ >= "2.13"
 
+# Whether C++ that Inductor generates rounds between fused operations (``emulate_precision_casts``).
+CPP_ROUNDS_BETWEEN: Final = torch.__version__ >= "2.13"
+
 
 @functools.cache
 def multiplies_bf16_on_cpu() -> bool:

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
 
 from fp8graph import hardware
-from fp8graph.compat import inductor
+from fp8graph.compat import inductor, torch_build
 from fp8graph.errors import ConfigError, did_you_mean, expect
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import launches_are_replayed
 
 _DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, and compiled code depends on it
+
+# Inductor's options under which its C++ computes a row alike in graphs of other sizes and other fusions: each operation
+# rounds, and a row is not summed by several threads where there are few rows (``LoopNest.max_parallel_depth``).
+_SAME_CODE: Final = {"emulate_precision_casts": True, "cpp.threads": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,11 @@ class Settings:
         small_tiles: where no gradients are computed, and at most 128 rows are multiplied (decoding), let operands with
             a scale per row be multiplied as they are, in smaller tiles, and their scales multiply the FP32 result. It
             rounds in another order than the GEMM does. On NVIDIA GPUs of sm_90.
+        batch_invariant: give each token the same bits whatever the batch that it is in: its size, order and padding,
+            packed sequences, prefill or decoding, training or inference, forward and the gradients of inputs. Products
+            and attention are slower (``passes/fix_order.py``), linears are not fused, and generated code rounds as
+            eager code does and runs on one thread. On CPUs; raises while it compiles for what cannot be (scales of
+            whole tensors of activations, dropout in attention).
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -67,6 +76,7 @@ class Settings:
     fuse_linears: bool = field(default=True, metadata=_DECIDES)
     accumulate_wgrad: bool = field(default=False, metadata=_DECIDES)
     small_tiles: bool = field(default=False, metadata=_DECIDES)
+    batch_invariant: bool = field(default=False, metadata=_DECIDES)
 
     def __post_init__(self) -> None:
         for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
@@ -76,9 +86,14 @@ class Settings:
             raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
         if type(self.cache_weights) is not bool and self.cache_weights != "update":
             raise ConfigError(f'cache_weights must be True, False or "update", not {self.cache_weights!r}.')
-        for name in ("strict", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad", "small_tiles"):
+        for name in (each.name for each in dataclasses.fields(self) if each.type == "bool"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
+        if self.batch_invariant and self.compiler == "inductor" and not torch_build.CPP_ROUNDS_BETWEEN:
+            raise ConfigError(
+                'batch_invariant=True needs torch 2.13 or compiler="eager": before, code that Inductor generates for a '
+                "CPU rounds otherwise where it fuses otherwise."
+            )
         _ = self.hardware, self.inductor  # raises for an unknown target
 
     @staticmethod
@@ -108,7 +123,23 @@ class Settings:
         names = inductor.option_names()
         if unknown := sorted(name for name in options if name.replace("-", "_") not in names):
             raise ConfigError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
-        return {name.replace("-", "_"): value for name, value in options.items()}
+        options = {name.replace("-", "_"): value for name, value in options.items()}
+        for name, value in _SAME_CODE.items() if self.batch_invariant else ():
+            if options.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"batch_invariant=True needs Inductor's option {name}={value!r}, not {options[name]!r}."
+                )
+        return options
+
+    @property
+    def refuses_eager(self) -> str | None:
+        """The setting by which no frame of a model may run in eager because Dynamo gave it up; None: it may."""
+        return "strict mode" if self.strict else "batch_invariant=True" if self.batch_invariant else None
+
+    @property
+    def fuses_linears(self) -> bool:
+        """Whether linears are fused: a fused GEMM has another shape, and another order of sums."""
+        return self.fuse_linears and not self.batch_invariant
 
     @property
     def cuda_graphs(self) -> bool:
@@ -143,6 +174,7 @@ class SettingsArguments(TypedDict, total=False):
     fuse_linears: bool
     accumulate_wgrad: bool
     small_tiles: bool
+    batch_invariant: bool
 
 
 def show_arguments(function: Any, arguments: Any, defaults: Mapping[str, Any]) -> None:

@@ -42,6 +42,9 @@ from fp8graph.recipes.rules import (
 )
 
 WATCH: Final = ("observe", "guard")  # tables of a policy file that are not part of the policy
+SETTINGS: Final = (
+    "batch_invariant",
+)  # settings of a backend that a policy file may have, so that two programs share it
 # The files in which a checkpoint says how it is quantized, and the keys by which their contents are known.
 CONFIG_FILES: Final = ("config.json", "hf_quant_config.json")
 CONFIG_KEYS: Final = frozenset({"quantization_config", "compression_config", "quant_method", "producer"})
@@ -221,11 +224,12 @@ class Policy:
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
         keys = {"default", "extends", "keep_heads", "min_speedup", "rules"}
-        check_keys("policy", values, {*keys, *WATCH}, hint=_smallest())
-        if tables := [f"[{name}]" for name in WATCH if name in values]:
+        check_keys("policy", values, {*keys, *WATCH, *SETTINGS}, hint=_smallest())
+        others = [f"[{name}]" if name in WATCH else name for name in (*WATCH, *SETTINGS) if name in values]
+        if others:
             _log.warning(
                 '%s of a policy file is for Backend(path) and options={"policy": path}: a Policy holds rules alone.',
-                " and ".join(tables),
+                " and ".join(others),
             )
         rules = values.get("rules", [])
         settings = {k: v for k, v in values.items() if k in keys - {"rules"}}

@@ -27,7 +27,7 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import choices
 from fp8graph.models import extended
 from fp8graph.recipes import GEMMS, RECIPE_NAMES, RecipeLike, resolve_recipe
-from fp8graph.recipes.policy import WATCH, Policy, in_file, is_checkpoint, values_of_file
+from fp8graph.recipes.policy import SETTINGS, WATCH, Policy, in_file, is_checkpoint, values_of_file
 from fp8graph.recipes.rules import replace_recipes
 from fp8graph.runtime.parameters import ParameterTable
 from fp8graph.runtime.staleness import WeightUpdates
@@ -39,10 +39,11 @@ Arguments = Mapping[str, Sequence[str]]  # of the methods of a backend that a po
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFile:
-    """A policy and the arguments of ``observe`` and ``guard`` beside it."""
+    """A policy, the arguments of ``observe`` and ``guard`` beside it, and settings of the backend."""
 
     policy: PolicyLike | None
     watch: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
     path: str | os.PathLike[str] | None
 
     @staticmethod
@@ -57,13 +58,14 @@ class PolicyFile:
             policy = Policy.coerce(cast(Any, policy))
         path = policy if isinstance(policy, str | os.PathLike) else None
         values: Any = values_of_file(path) if path is not None else policy
-        watch: dict[str, Any] = {}
+        watch, settings = dict[str, Any](), dict[str, Any]()
         if isinstance(values, Mapping):
             values = cast(Mapping[str, Any], values)
             with in_file(path) if path is not None else nullcontext():
                 watch = {name: _table(name, values[name], f"[{name}]", arguments) for name in WATCH if name in values}
-            policy = {name: value for name, value in values.items() if name not in WATCH}
-        return PolicyFile(policy=policy, watch=watch, path=path)
+            settings = {name: values[name] for name in SETTINGS if name in values}
+            policy = {name: value for name, value in values.items() if name not in (*WATCH, *SETTINGS)}
+        return PolicyFile(policy=policy, watch=watch, settings=settings, path=path)
 
     def named(self) -> AbstractContextManager[None]:
         """Name the file in errors about its values."""

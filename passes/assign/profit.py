@@ -141,7 +141,7 @@ def choices(compilation: Compilation) -> Iterator[Choice]:
         planned: dict[GemmName, Gemm] = {g.gemm: g for g in site.gemms if _recipe(g, compilation) is not None}
         if planned:
             views = [view for gemm in planned.values() for view in (gemm.a, gemm.b) if view.operand != "input"]
-            alone = not compilation.facts.settings.fuse_linears or any(
+            alone = not compilation.facts.settings.fuses_linears or any(
                 len(owners[value_key(view.tensor)]) > 1 for view in views
             )
             family = None if alone else _family(site, planned, compilation)

@@ -77,7 +77,7 @@ def wanted_copies(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts)
         for recipe in recipes:
             weight, gradient = (recipe.quantizer(operand) for operand in ("weight", "grad_output"))
             fits = fits_in_group(each.rows, (weight.block, gradient.block))
-            fused = facts.settings.fuse_linears and each.hardware.multiplies(weight.scaling) and fits
+            fused = facts.settings.fuses_linears and each.hardware.multiplies(weight.scaling) and fits
             names = quantization.output_names(weight.scaling, LAYOUTS if both else LAYOUTS[:1])
             copies[each.sibling_key if fused else each, recipe] = sum(name != "amax" for name in names)
     return sum(copies.values())

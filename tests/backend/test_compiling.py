@@ -107,6 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fuse_linears": {"fuse_linears": False},
     "accumulate_wgrad": {"accumulate_wgrad": True},
     "small_tiles": {"small_tiles": True},
+    "batch_invariant": {"batch_invariant": True, "recipe": "rowwise"},
 }
 CHOICES: dict[str, dict[str, Any]] = {
     "rules": {"policy": Policy([Rule("up", None)], default="tensorwise", min_speedup=0)},

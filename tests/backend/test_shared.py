@@ -109,6 +109,7 @@ OTHER_DECISIONS: dict[str, dict[str, Any]] = {
     "fuse_linears": {"fuse_linears": False},
     "accumulate_wgrad": {"accumulate_wgrad": True},
     "small_tiles": {"small_tiles": True},
+    "batch_invariant": {"batch_invariant": True, "recipe": "rowwise"},
     "recipe": {"recipe": "rowwise"},
 }
 

@@ -16,6 +16,14 @@ import oracle
 from fp8graph.ir import ops, transforms
 from fp8graph.passes.attention import ops as of_attention
 from fp8graph.passes.connect_scales import initial_scales, read_scales, stage_amaxes, update_page
+from fp8graph.passes.fix_order import (
+    ordered_attention,
+    ordered_attention_backward,
+    ordered_grouped_mm,
+    ordered_mm,
+    ordered_scaled_grouped_mm,
+    ordered_scaled_mm,
+)
 from fp8graph.passes.observe import measuring
 from fp8graph.passes.order_scales import scales_in_rows
 from helpers import same_bits
@@ -189,11 +197,14 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 def test_each_dialect_op_has_a_reference() -> None:
     modules = ops, transforms, of_attention, measuring
     defined = {op for module in modules for op in vars(module).values() if isinstance(op, torch._ops.OpOverload)}
+    loops = {ordered_mm, ordered_scaled_mm, ordered_grouped_mm, ordered_scaled_grouped_mm}
+    loops |= {ordered_attention, ordered_attention_backward}
     defined |= {read_scales, initial_scales, stage_amaxes, update_page, scales_in_rows}
+    defined |= loops
     assert {op.namespace for op in defined} == {"fp8graph"}
-    run_as_they_are = {ops.grouped_mm, measuring.error_of_gemm, ops.random_seed}
+    run_as_they_are = {ops.grouped_mm, measuring.error_of_gemm, ops.random_seed, *loops}
     assert ops.REFERENCE.keys() == defined - run_as_they_are
-    strided = {ops.dequantize, ops.stored_weight, of_attention.scaled_attention}
+    strided = {ops.dequantize, ops.stored_weight, of_attention.scaled_attention, ordered_attention}
     assert ops.SHAPES.keys() == defined - strided - {ops.random_seed}  # which has no tensor to describe
 
 
@@ -218,3 +229,19 @@ def test_rotate_fake(sizes: list[int], dim: int, view: bool) -> None:
     sizes[dim] *= 16
     x = torch.randn(sizes[::-1]).permute(*reversed(range(len(sizes)))) if view else torch.randn(sizes)
     assert_fake_agrees(transforms.rotate, x, torch.randn(16, 16), dim)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_fakes_of_ordered_ops(transposed: bool) -> None:
+    """As torch's attention returns them: heads behind tokens in memory."""
+    sizes = (2, 5, 4, 8) if transposed else (2, 4, 5, 8)
+    q, k, v, grad = (torch.randn(sizes).to(torch.bfloat16) for _ in range(4))
+    q, k, v, grad = (x.transpose(1, 2) if transposed else x for x in (q, k, v, grad))
+    assert_fake_agrees(ordered_attention, q, k[:, :2], v[:, :2], None, True, None)
+    out, logsumexp = ordered_attention(q, k[:, :2], v[:, :2], None, True, None)
+    args = grad, q, k[:, :2], v[:, :2], out, logsumexp, None, True, None
+    assert_fake_agrees(ordered_attention_backward, *args)
+    a, b = torch.randn(5, 16), torch.randn(16, 3)
+    assert_fake_agrees(ordered_mm, a.t().contiguous().t() if transposed else a, b, torch.randn(3))
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    assert_fake_agrees(ordered_grouped_mm, a, b.expand(2, 16, 3), ends)

@@ -24,6 +24,7 @@ FEATURES = (
     "attention",
     "connect_scales",
     "dequantize_backward.py",
+    "fix_order.py",
     "fold.py",
     "fuse_linears.py",
     "fuse_stored_linears.py",

@@ -14,7 +14,10 @@ from fp8graph.backend import inductor_passes
 from helpers import ALL, MLP, NONE, view_of
 
 # Users ask for these by name, and they do not look whether anyone did.
-ASKED_FOR = {"score", "fuse_linears", "observe", "hoist_weights", "note_weights", "accumulate_wgrad"}
+ASKED_FOR = {"score", "fuse_linears", "observe", "hoist_weights", "note_weights", "accumulate_wgrad"} | {
+    "refuse_batches",
+    "fix_order",
+}
 
 
 LINEAR = nn.Linear(64, 32).bfloat16()

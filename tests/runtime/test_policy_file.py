@@ -55,7 +55,7 @@ def test_a_file_is_a_policy_and_what_to_watch(tmp_path: Path) -> None:
     file = PolicyFile.of(written(tmp_path), KNOWN)
     assert Policy.coerce(file.policy) == POLICY  # pyright: ignore[reportArgumentType]
     assert file.watch.keys() == {"observe", "guard"}
-    assert PolicyFile.of(POLICY, KNOWN) == PolicyFile(policy=POLICY, watch={}, path=None)
+    assert PolicyFile.of(POLICY, KNOWN) == PolicyFile(policy=POLICY, watch={}, settings={}, path=None)
     assert PolicyFile.of(None, KNOWN).policy is None
 
 
@@ -158,6 +158,22 @@ def test_a_table_needs_its_pass(tmp_path: Path) -> None:
     path, known = written(tmp_path, "[guard]"), {"observe": ["every"]}
     with pytest.raises(ConfigError, match=rf"^policy file {path}: \[guard\]: this build of fp8graph has no pass for"):
         PolicyFile.of(path, known)
+
+
+def test_a_file_says_for_two_programs_that_they_are_batch_invariant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer and its server share it. An argument is stronger."""
+    path = written(tmp_path, 'batch_invariant = true\ndefault = "rowwise"')
+    assert Backend(path, compiler="eager").settings.batch_invariant
+    assert Backend({"batch_invariant": True}, compiler="eager").settings.batch_invariant
+    assert not Backend(path, compiler="eager", batch_invariant=False).settings.batch_invariant
+    assert not Backend(POLICY, compiler="eager").settings.batch_invariant
+    assert caplog.text == ""
+    Policy.load(path)
+    assert "batch_invariant of a policy file is for Backend(path)" in caplog.text
+    with pytest.raises(ConfigError, match="batch_invariant must be True or False, not 'yes'"):
+        Backend(written(tmp_path, 'batch_invariant = "yes"'))
 
 
 def test_a_missing_file() -> None:

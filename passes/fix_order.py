@@ -1,0 +1,224 @@
+"""Let every token get the same bits whatever the batch: products and attention add up in an order of their own.
+
+    y = mm(x, permute(w))                       ->      y = ordered_mm(x, permute(w), None)
+    y = scaled_mm(qx, qw, sx, sw, ...)          ->      y = ordered_scaled_mm(qx, qw, sx, sw, ...)
+    y = scaled_grouped_mm(qx, qw, ..., offs)    ->      y = ordered_scaled_grouped_mm(qx, qw, ..., offs)
+    o, logsumexp = flash_for_cpu(q, k, v, ...)  ->      o, logsumexp = ordered_attention(q, k, v, mask, causal, scale)
+
+With ``batch_invariant=True``. The ops are loops over GEMMs of one shape (``numerics/invariant.py``): fprop and dgrad,
+in FP8 or not, and attention, forward and backward. wgrad adds up all tokens and stays.
+
+``refuse_batches`` runs as soon as the decisions are there, and raises for what has no such order, by layer: scales of a
+whole batch, products of activations, attention that is written out (with dropout it is), in FP8 or in another form,
+other products (convolutions, ops of other libraries), and all devices but CPUs, whose libraries choose a kernel by the
+number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fp8graph.compat.attention import CPU_FLASH, FORMS
+from fp8graph.compat.ops import named_arguments
+from fp8graph.errors import ConfigError
+from fp8graph.hardware.device import CPU
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, take_place, update_value
+from fp8graph.ir.nodes import GEMM_KEY, GROUPED, PASS_KEY, aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.ops import define
+from fp8graph.ir.sites import Gemm, Site
+from fp8graph.numerics import invariant
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe
+from fp8graph.records import AttentionRecord, ProductRecord
+
+_LINES: Final = 8  # of an error
+
+
+def is_batch_invariant(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the user wants it."""
+    return compilation.facts.settings.batch_invariant
+
+
+def refuse_batches(graph: fx.Graph, compilation: Compilation) -> None:
+    if reasons := list(dict.fromkeys(_obstacles(compilation))):
+        more = [f"... and {len(reasons) - _LINES} more"] if len(reasons) > _LINES else []
+        raise ConfigError("\n  ".join(["batch_invariant=True cannot hold for", *reasons[:_LINES], *more]))
+
+
+def fix_order(graph: fx.Graph, compilation: Compilation) -> None:
+    left = {gemm.node for site in compilation.sites for gemm in site.gemms if gemm.gemm == "wgrad"}
+    for node in list(nodes(graph, _ORDERED)):
+        if node not in left and node.meta.get(GEMM_KEY, (0, ""))[1] != "wgrad":
+            with graph.inserting_before(node):
+                target, args, kwargs = _ORDERED[node.target](node)
+                take_place(insert(graph, target, args, like=node, kwargs=kwargs), node)
+    for node in list(nodes(graph, (CPU_FLASH, FORMS[CPU_FLASH].backward))):
+        _replace_attention(node)
+
+
+def why_of_batch(recipe: Recipe, gemm: GemmName) -> str:
+    """Return why the scales of an operand of ``gemm`` are those of a batch; "" if each row or tile has its own."""
+    for operand in GEMM_OPERANDS[gemm]:
+        quantizer = recipe.quantizer(operand)
+        kind = SCALINGS[quantizer.scaling]
+        if operand != "weight" and (kind.one_scale or (kind.scale_of_layout and not quantizer.row_scaled)):
+            return f"{recipe.name} scales {operand} by all tokens of a batch; rowwise, blockwise and mxfp8 do not"
+    return ""
+
+
+def _obstacles(compilation: Compilation) -> Iterator[str]:
+    """Give the reasons why some token would not get the same bits, by layer."""
+    attentions = [row for row in compilation.rows if isinstance(row, AttentionRecord)]
+    written_out = {row.fqn for row in attentions if row.written_out}
+    for site in compilation.sites:
+        if site.op == "matmul" and site.fqn in written_out:
+            continue
+        for gemm in site.gemms:
+            if gemm.gemm != "wgrad" and (why := _why_not(site, gemm, compilation)):
+                yield f"{_named(site.fqn)}: {why}"
+                break
+    for row in attentions:
+        if why := _why_not_attention(row):
+            yield f"{_named(row.fqn)}: {why}"
+    for row in compilation.rows:
+        if isinstance(row, ProductRecord):
+            yield f"{_named(row.fqn)}: the order of sums in {row.op} is not fp8graph's"
+
+
+def _named(fqn: str) -> str:
+    return fqn or "the model"
+
+
+def _why_not(site: Site, gemm: Gemm, compilation: Compilation) -> str:
+    device, recipe = compilation.hardware_of(gemm.node), compilation.decisions[gemm.node].recipe
+    if not isinstance(device, CPU):
+        return f"on {device.name} the library chooses a GEMM's kernel by the number of rows; only CPUs have an order"
+    if recipe is not None and (why := why_of_batch(recipe, gemm.gemm)):
+        return why
+    a, _ = matmul_arguments(gemm.node)
+    if site.op == "matmul" and not known_equal(value(a).shape[-1], 1):
+        return "a product of activations adds up tokens, or its shape is that of the batch"
+    if gemm.node.target in (aten.bmm.default, aten.baddbmm.default) and site.op != "matmul":
+        return "a batch of products has no order; experts have one as grouped_mm"
+    if gemm.node.kwargs.get("alpha", 1) != 1 or gemm.node.kwargs.get("beta", 1) != 1:
+        return f"{gemm.node.target} with alpha or beta"
+    return ""
+
+
+def _why_not_attention(row: AttentionRecord) -> str:
+    if row.written_out:
+        return 'attention is written out as matmuls: attn_implementation="sdpa" without attention dropout has an order'
+    if row.recipe is not None:
+        return "attention in FP8 has a scale for all tokens of a head"
+    return "" if row.form == FORMS[CPU_FLASH].name else f"{row.form} attention has no order of fp8graph's"
+
+
+def _of_mm(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    given = named_arguments(node)
+    bias = given.get("input", given.get("self")) if node.target is aten.addmm.default else None
+    return ordered_mm, (*matmul_arguments(node), bias), {}
+
+
+def _of_grouped(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    return ordered_grouped_mm, node.args[:3], {}
+
+
+def _of_scaled(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    target = ordered_scaled_mm if node.target is ops.scaled_mm else ordered_scaled_grouped_mm
+    return target, node.args, dict(node.kwargs)
+
+
+def _replace_attention(node: fx.Node) -> None:
+    """Let the node be the ordered op. Its results have the same strides but for the logsumexp, which backward reads."""
+    given = named_arguments(node)
+    backward = node.target is not CPU_FLASH
+    names = ("grad_out", "query", "key", "value", "out", "logsumexp") if backward else ("query", "key", "value")
+    node.target = ordered_attention_backward if backward else ordered_attention
+    node.args = tuple(given[name] for name in (*names, "attn_mask", "is_causal", "scale"))
+    node.kwargs, node.meta[PASS_KEY] = {}, ""
+    update_value(node)
+    for user in node.users:
+        update_value(user)
+
+
+# Fakes, see ``ir/ops.py``.
+
+
+def _shape_of_mm(a: Tensor, b: Tensor, _bias: Tensor | None) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _shape_of_attention(q: Tensor, _k: Tensor, v: Tensor, *_arguments: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    out = q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
+
+
+def _shape_of_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
+
+
+def _schema_of(op: Any) -> str:
+    """The arguments and results of an op of the dialect."""
+    return str(op._schema).removeprefix(op.name())
+
+
+ordered_mm = define(
+    "ordered_mm",
+    "(Tensor a, Tensor b, Tensor? bias) -> Tensor",
+    reference=invariant.mm,
+    fake=_shape_of_mm,
+    lowered=False,
+)
+ordered_scaled_mm = define(
+    "ordered_scaled_mm",
+    _schema_of(ops.scaled_mm),
+    reference=invariant.scaled_mm,
+    fake=ops.SHAPES[ops.scaled_mm],
+    lowered=False,
+)
+ordered_grouped_mm = define(
+    "ordered_grouped_mm",
+    _schema_of(ops.grouped_mm),
+    reference=invariant.grouped_mm,
+    fake=ops.SHAPES[ops.grouped_mm],
+    lowered=False,
+)
+ordered_scaled_grouped_mm = define(
+    "ordered_scaled_grouped_mm",
+    _schema_of(ops.scaled_grouped_mm),
+    reference=invariant.scaled_grouped_mm,
+    fake=ops.SHAPES[ops.scaled_grouped_mm],
+    lowered=False,
+)
+ordered_attention = define(
+    "ordered_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
+    reference=invariant.attend,
+    fake=_shape_of_attention,
+    lowered=False,
+    contiguous=False,
+)
+ordered_attention_backward = define(
+    "ordered_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask, bool is_causal,"
+    " float? scale) -> Tensor[]",
+    reference=invariant.attend_backward,
+    fake=_shape_of_gradients,
+    lowered=False,
+)
+
+# The ops that have an ordered form, and the function that gives its op and arguments for a node.
+_ORDERED: Final = {
+    aten.mm.default: _of_mm,
+    aten.addmm.default: _of_mm,
+    **dict.fromkeys(GROUPED, _of_grouped),
+    ops.scaled_mm: _of_scaled,
+    ops.scaled_grouped_mm: _of_scaled,
+}
