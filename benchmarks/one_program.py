@@ -30,7 +30,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 
 import fp8graph
-from fp8graph.extras.kv_cache import Fp8StaticCache
+from fp8graph.extras.kv_cache import Fp8DynamicCache, Fp8StaticCache
 
 ANSWERS, NEW, GROUP, VOCABULARY = 16, 8, 4, 64  # in an update; tokens of each; answers to one prompt
 PROMPTS: Final = (3, 4, 6, 7)  # their lengths
@@ -70,7 +70,10 @@ def draw(model: Any, prompts: list[Tensor], kv: str, seed: int) -> tuple[Tensor,
     """Answers [batch, NEW] to prompts of different lengths, and the log-probabilities of their tokens."""
     ids = torch.stack([functional.pad(prompt, (LONGEST - len(prompt), 0)) for prompt in prompts])
     mask = torch.stack([(torch.arange(LONGEST) >= LONGEST - len(prompt)).long() for prompt in prompts])
-    cache = (Fp8StaticCache if kv == "fp8" else StaticCache)(config=model.config, max_cache_len=LONGEST + NEW)
+    length = LONGEST + NEW
+    cache: Any = StaticCache(config=model.config, max_cache_len=length)
+    if kv == "fp8":
+        cache = Fp8StaticCache(model.config, max_cache_len=length, exact_prefill=False)
     generator, tokens, drawn = torch.Generator().manual_seed(seed), list[Tensor](), list[Tensor]()
     for _ in range(NEW):
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
@@ -120,6 +123,20 @@ def packed_scores(model: Any, prompts: list[Tensor], tokens: Tensor) -> Tensor:
     return scores(logits[places], tokens)
 
 
+@torch.no_grad()
+def scores_with_cache(model: Any, prompts: list[Tensor], tokens: Tensor) -> Tensor:
+    """The same under FP8 keys and values, from one batch: transformers packs nothing in a cache."""
+    sequences = [torch.cat([prompt, answer]) for prompt, answer in zip(prompts, tokens, strict=True)]
+    ids, mask = (
+        torch.stack([functional.pad(x, (0, LONGEST + NEW - len(x))) for x in parts])
+        for parts in (sequences, [torch.ones_like(sequence) for sequence in sequences])
+    )
+    cache = Fp8DynamicCache(model.config, exact_prefill=False)
+    logits = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    places = mask.sum(1, keepdim=True) - NEW - 1 + torch.arange(NEW)
+    return scores(logits[torch.arange(ANSWERS)[:, None], places], tokens)
+
+
 def trained(options: argparse.Namespace) -> Any:
     """The trainer's model, compiled: in bf16, or FP32 masters that FSDP2 gathers in bf16."""
     settings = settings_of(options)
@@ -161,15 +178,19 @@ def train(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         tokens, drawn, sizes = outbox.get(timeout=1800)
         tokens, theirs = torch.tensor(tokens), torch.tensor(drawn)
         mine = packed_scores(model, prompts, tokens)
-        r = theirs - mine.detach()
+        compared = mine.detach()
+        if options.kv == "fp8":  # the server's keys and values are rounded, and so are these
+            compared = scores_with_cache(model, prompts, tokens)
+        r, without_cache = theirs - compared, theirs - mine.detach()
         reward = (tokens < VOCABULARY // 4).float().mean(1).view(-1, GROUP)  # small tokens are good ones
         advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)).view(-1, 1)
         rows.append(
             {
                 "update": update,
                 "batches": sizes,
-                "equal": torch.equal(mine, theirs),
+                "equal": torch.equal(compared, theirs),
                 "kl": float((r.exp() - 1 - r).mean()),
+                "kl_of_gradient": float((without_cache.exp() - 1 - without_cache).mean()),
                 "largest": float(r.abs().max()),
                 "reward": float(reward.mean()),
             }
