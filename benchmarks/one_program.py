@@ -208,7 +208,16 @@ def train(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"gemms_in_fp8": len(gemms), "of": len(report.gemms), "updates": rows}
 
 
-def main() -> int:
+def row(run: dict[str, Any]) -> str:
+    """Return the line of docs/reinforcement_learning.md for a run."""
+    trainer = {"bf16": "bf16 weights", "fsdp2": "FP32 masters under FSDP2"}[run["trainer"]]
+    model = run["model"] + ", without `batch_invariant`" * run["without"]
+    kv = {"bf16": "bf16", "fp8": "FP8"}[run["kv"]]
+    equal, kl = f"{run['equal']} of {len(run['updates'])} updates", f"{run['kl']:.0e}" if run["kl"] else "0.0"
+    return f"| {model} | `{run['recipe']}` | {trainer} | {kv} | {equal} | {kl} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=["llama", "mixture"], default="llama")
     parser.add_argument("--recipe", choices=[*RECIPES], default="rowwise")
@@ -218,7 +227,7 @@ def main() -> int:
     parser.add_argument("--without", action="store_true", help="without batch_invariant, for comparison")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--out", type=Path, default=FOLDER)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result = train(options, folder)
     root = Path(__file__).parents[1]
