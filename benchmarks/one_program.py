@@ -8,6 +8,7 @@ of two, as servers have them.
     python -m benchmarks.one_program --model llama --recipe rowwise
     python -m benchmarks.one_program --model mixture --recipe mxfp8 --updates 20 --compiler eager
     python -m benchmarks.one_program --trainer fsdp2 --kv fp8
+    python -m benchmarks.one_program --cost
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -208,6 +211,61 @@ def train(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"gemms_in_fp8": len(gemms), "of": len(report.gemms), "updates": rows}
 
 
+def cost() -> dict[str, float]:
+    """The time of a call with ``batch_invariant=True``, as a ratio to that without: medians of calls in turn."""
+    sizes: dict[str, Any] = SIZES | {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "vocab_size": 4096,
+    }
+    models: dict[bool, Any] = {}
+    for invariant in (False, True):
+        torch.manual_seed(0)
+        models[invariant] = LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+        fp8graph.compile(models[invariant], recipe=RECIPES["rowwise"], batch_invariant=invariant)
+    ids = torch.arange(512).reshape(8, 64)
+
+    def forward(model: Any) -> None:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+
+    def decoding(model: Any) -> None:
+        with torch.no_grad():
+            model(ids[:, :1], use_cache=False)
+
+    def training(model: Any) -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    ratios: dict[str, float] = {}
+    for call in (forward, decoding, training):
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(12):
+            for invariant, model in models.items():
+                start = time.perf_counter()
+                call(model)
+                seconds[invariant].append(time.perf_counter() - start)
+        ratios[call.__name__] = statistics.median(seconds[True][2:]) / statistics.median(seconds[False][2:])
+    return ratios
+
+
+def conditions() -> dict[str, Any]:
+    """The machine, and the commit."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    commit, changed = (
+        subprocess.run([*git, *of], capture_output=True, text=True, check=True).stdout.strip()
+        for of in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+    )
+    return {
+        "torch": torch.__version__,
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cpu": platform.machine(),
+        "commit": commit,
+        "clean": not changed,
+    }
+
+
 def row(run: dict[str, Any]) -> str:
     """Return the line of docs/reinforcement_learning.md for a run."""
     trainer = {"bf16": "bf16 weights", "fsdp2": "FP32 masters under FSDP2"}[run["trainer"]]
@@ -227,26 +285,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--without", action="store_true", help="without batch_invariant, for comparison")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--cost", action="store_true", help="time calls with and without it, and nothing else")
     options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.cost:
+        text = json.dumps({**conditions(), "ratios": cost()})
+        (options.out / "cost.json").write_text(text + "\n", encoding="utf-8")
+        Console().print(text)
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         result = train(options, folder)
-    root = Path(__file__).parents[1]
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
     chosen = {name: getattr(options, name) for name in ("model", "recipe", "trainer", "kv", "compiler", "without")}
-    machine = {
-        "torch": torch.__version__,
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "cpu": platform.machine(),
-        "commit": commit,
-        "clean": not changed.strip(),
-    }
     equal = sum(row["equal"] for row in result["updates"])
     summary = {"equal": equal, "kl": max(row["kl"] for row in result["updates"])}
     name = "_".join(str(value) for name, value in chosen.items() if name != "without") + "_without" * options.without
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**chosen, **machine, **summary, **result})
+    text = json.dumps({**chosen, **conditions(), **summary, **result})
     (options.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     Console().print(f"{name}: equal in {equal} of {options.updates} updates, largest KL {summary['kl']:.1e}")
     return 0

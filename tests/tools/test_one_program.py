@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import one_program
+from benchmarks import one_program, other_servers
 from samples import ROOT
 
 PAGE = (ROOT / "docs" / "reinforcement_learning.md").read_text(encoding="utf-8")
@@ -24,6 +24,21 @@ def test_the_pages_rows_are_those_of_the_runs() -> None:
     assert set(header) == {"|", "-"}
     end = next(i for i, line in enumerate(PAGE.split("| largest KL |\n")[1].splitlines()) if not line)
     assert len(rows[: end - 1]) == len(RUNS)
+
+
+def test_the_distances_to_servers_of_others_are_those_of_the_run() -> None:
+    run = json.loads((one_program.FOLDER / "servers.json").read_text(encoding="utf-8"))
+    assert run["clean"]
+    for server, found in run["distances"].items():
+        assert other_servers.row(server, found) in PAGE.splitlines()
+        assert (found["kl"] == 0.0) == server.startswith("fp8graph, ")
+
+
+def test_the_cost_is_that_of_the_run() -> None:
+    run = json.loads((one_program.FOLDER / "cost.json").read_text(encoding="utf-8"))
+    assert run["clean"]
+    text = ", ".join(f"{ratio:.1f} times as long in {name}" for name, ratio in run["ratios"].items())
+    assert f"{text} (`python -m benchmarks.one_program --cost`" in " ".join(PAGE.split())
 
 
 @pytest.mark.parametrize("recipe", one_program.RECIPES)
