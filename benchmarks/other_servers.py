@@ -1,4 +1,4 @@
-"""How far are the log-probabilities of servers that are not fp8graph's from a trainer's, for the same checkpoint?
+"""Measure how far the log-probabilities of other servers are from a trainer's, for the same checkpoint.
 
 A small Llama is trained for some steps, with ``batch_invariant=True``, and exported. Then the folder is served by the
 code of its format's owners, on a CPU, and by the arithmetic of vLLM's batch-invariant mode, rebuilt: DeepGEMM's, which

@@ -13,7 +13,7 @@ from samples import ROOT
 
 PAGE = (ROOT / "docs" / "reinforcement_learning.md").read_text(encoding="utf-8")
 RUNS: list[dict[str, Any]] = [
-    json.loads(file.read_text(encoding="utf-8")) for file in one_program.FOLDER.glob("*.json")
+    json.loads(file.read_text(encoding="utf-8")) for file in one_program.FOLDER.glob("*_*.json")
 ]
 
 
