@@ -20,18 +20,23 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8graph.numerics import matmul
 from fp8graph.numerics.experts import spans
-from fp8graph.numerics.scalings import SCALINGS
 
 ROWS: Final = 32  # of a GEMM
 KEYS: Final = 64  # of a block of attention
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
-    """``product`` of the rows of ``a`` [m, k]: [m, n], from GEMMs of ``ROWS`` rows."""
+def in_blocks(multiply: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+    """``multiply`` the rows of ``a`` [m, k]: [m, n], from GEMMs of ``ROWS`` rows."""
     rows = a.shape[0]
     padded = torch.nn.functional.pad(a, [0, 0, 0, -rows % ROWS] if rows else [0, 0, 0, ROWS]).contiguous()
-    return torch.cat([product(block) for block in padded.split(ROWS)])[:rows]
+    return torch.cat([multiply(block) for block in padded.split(ROWS)])[:rows]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T``: a [m, k], b [n, k]."""
+    return in_blocks(lambda rows: rows @ b.t(), a)
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,17 +65,11 @@ def scaled_mm(
     order_b: str = "",
 ) -> Tensor:
     """``hardware.scaled_mm`` of operands decoded to FP32, in blocks of rows."""
-    kind = SCALINGS[scaling]
-    decoded_a, decoded_b = (
-        kind.decode(data, kind.in_rows(data, scale_inv, order, block), block, scalar)
-        for data, scale_inv, order, block, scalar in (
-            (a, scale_inv_a, order_a, block_a, global_scale_inv_a),
-            (b, scale_inv_b, order_b, block_b, global_scale_inv_b),
-        )
-    )
-    result = in_blocks(lambda rows: rows @ decoded_b.t(), decoded_a)
-    result = result if bias is None else result + bias.to(torch.float32)
-    return (result if addend is None else result + addend).to(out_dtype)
+    blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
+    orders = order_a, order_b
+    scales = scale_inv_a, scale_inv_b
+    result = matmul.scaled_mm(a, b, *scales, bias, out_dtype, scaling, blocks, scalars, orders, product)
+    return result if addend is None else addend + result
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
@@ -94,16 +93,17 @@ def scaled_grouped_mm(
     scaling: str = "tensor",
     block_a: Sequence[int] = (),
     block_b: Sequence[int] = (),
-    **_others: object,
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+    multiple: int = 1,
+    order_a: str = "",
+    order_b: str = "",
 ) -> Tensor:
-    """:func:`grouped_mm` of a [t, k] and b [experts, n, k] in FP8, with scales in rows, decoded to FP32."""
-    kind = SCALINGS[scaling]
-    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
-    for span in spans(offs):
-        rows = kind.decode(a[span.rows], kind.scale_of_group(scale_inv_a, span, span.rows), block_a, None)
-        matrix = kind.decode(b[span.group], kind.scale_of_group(scale_inv_b, span, span.group), block_b, None)
-        out[span.rows] = in_blocks(lambda block, matrix=matrix: block @ matrix.t(), rows).to(out_dtype)
-    return out
+    """:func:`scaled_mm` of a [t, k] and b [experts, n, k] for each group."""
+    blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
+    orders = order_a, order_b
+    scales = scale_inv_a, scale_inv_b
+    return matmul.scaled_grouped_mm(a, b, *scales, offs, out_dtype, scaling, blocks, scalars, multiple, orders, product)
 
 
 class _Block(NamedTuple):

@@ -14,7 +14,7 @@ a two-layer Llama.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -26,8 +26,13 @@ from fp8graph.numerics.experts import Span, padded_offsets, spans
 from fp8graph.numerics.scalings import SCALINGS, Scaling
 from fp8graph.numerics.tiles import rows_of_blocks
 
+Product = Callable[[Tensor, Tensor], Tensor]  # of a [m, k] and b [n, k] in FP32: a @ b.T
 Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
 Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], [groups], or [rows, 1]
+
+
+def _in_one_gemm(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t()
 
 
 def scaled_mm(
@@ -41,10 +46,12 @@ def scaled_mm(
     blocks: Blocks,
     scalars: Scalars,
     orders: tuple[str, str] = ("", ""),
+    product: Product = _in_one_gemm,
 ) -> Tensor:
     """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias`` in FP32, rounded once to ``out_dtype``.
 
-    a [m, k], b [n, k] and their scales as ``quantize_layouts`` returns them in ``orders``.
+    a [m, k], b [n, k] and their scales as ``quantize_layouts`` returns them in ``orders``. ``product``: multiplies the
+    decoded operands.
     """
     kind = SCALINGS[scaling]
     values_a, values_b = (
@@ -53,7 +60,7 @@ def scaled_mm(
             (a, b), (scale_inv_a, scale_inv_b), orders, blocks, scalars, strict=True
         )
     )
-    result = values_a @ values_b.t()
+    result = product(values_a, values_b)
     return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
 
 
@@ -69,6 +76,7 @@ def scaled_grouped_mm(
     scalars: Scalars,
     multiple: int,
     orders: tuple[str, str] = ("", ""),
+    product: Product = _in_one_gemm,
 ) -> Tensor:
     """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
     [experts, m, n]. Rows of no group are zero.
@@ -90,7 +98,7 @@ def scaled_grouped_mm(
             )
             for data, scale_inv, block, scalar in sides
         ]
-        out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
+        out[span.group if ragged_k else span.rows] = product(values[0], values[1]).to(out_dtype)
     return out
 
 
