@@ -221,7 +221,8 @@ def test_files(tmp_path: Path) -> None:
         (
             "p.toml",
             "rule = 1",
-            "unknown key 'rule'. Did you mean 'rules'. Known: batch_invariant, default, extends, guard, keep_heads, min_speedup",
+            "unknown key 'rule'. Did you mean 'rules'. Known: batch_invariant, default, extends, guard, keep_heads, "
+            "min_speedup",
         ),
         ("p.toml", "extends = 3", 'extends=3.*extends must be "default"'),
         ("p.toml", "rules = 3", "'rules' must be a list"),
