@@ -35,8 +35,6 @@ from low_precision import (
 )
 from low_precision_mutants import FAULTS, NEUTRAL, mutants
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(autouse=True)
 def _start() -> None:

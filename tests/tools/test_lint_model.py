@@ -45,8 +45,6 @@ from low_precision import (
 )
 from low_precision_mutants import NEUTRAL, mutants
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(autouse=True)
 def _start() -> None:
