@@ -164,8 +164,8 @@ def train(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     model = trained(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(1)
-    asked = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in PROMPTS]
-    prompts = [prompt for prompt in asked for _ in range(GROUP)]
+    questions = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in PROMPTS]
+    prompts = [prompt for prompt in questions for _ in range(GROUP)]
     packed_scores(model, prompts, torch.ones(ANSWERS, NEW, dtype=torch.int64))  # what was compiled can be exported
     in_fp8 = options.model == "llama"  # load_checkpoint has no place for experts that a module keeps as one tensor
     if in_fp8:

@@ -92,11 +92,11 @@ def distance(theirs: Tensor, ours: Tensor) -> dict[str, float]:
     return {"kl": float((r.exp() - 1 - r).mean()), "largest": float(r.abs().max())}
 
 
-def row(server: str, found: dict[str, float]) -> str:
+def row(server: str, far: dict[str, float]) -> str:
     """Return the line of docs/reinforcement_learning.md for a server."""
     who, _, recipe = server.rpartition(", ")
-    kl = f"{found['kl']:.0e}" if found["kl"] else "0.0"
-    return f"| {who} | `{recipe}` | {kl} | {found['largest']:.2g} |"
+    kl = f"{far['kl']:.0e}" if far["kl"] else "0.0"
+    return f"| {who} | `{recipe}` | {kl} | {far['largest']:.2g} |"
 
 
 def main() -> int:
@@ -104,21 +104,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FOLDER)
     out = parser.parse_args().out
     torch.set_num_threads(1)
-    found: dict[str, dict[str, float]] = {}
+    distances: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         for recipe, form in FORMS.items():
             folder = Path(name) / recipe
             ours = trained(recipe, folder)
             server = fp8graph.load_checkpoint(make("llama", torch.bfloat16).eval(), folder)
             fp8graph.compile(server, compiler="eager", batch_invariant=True)
-            found[f"fp8graph, {recipe}"] = distance(scored(server), ours)
+            distances[f"fp8graph, {recipe}"] = distance(scored(server), ours)
             theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            found[f"{form} in transformers, {recipe}"] = distance(scored(theirs), ours)
+            distances[f"{form} in transformers, {recipe}"] = distance(scored(theirs), ours)
             if recipe == "blockwise":
                 for who, blocks in (("vLLM's", True), ("fp8graph's", False)):
                     model = in_transformers(folder, blocks=blocks)
-                    found[f"transformers' layers with {who} products, {recipe}"] = distance(scored(model), ours)
-    text = json.dumps({**conditions(), "distances": found})
+                    distances[f"transformers' layers with {who} products, {recipe}"] = distance(scored(model), ours)
+    text = json.dumps({**conditions(), "distances": distances})
     out.mkdir(parents=True, exist_ok=True)
     (out / "servers.json").write_text(text + "\n", encoding="utf-8")
     Console().print(text)

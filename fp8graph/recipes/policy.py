@@ -42,9 +42,8 @@ from fp8graph.recipes.rules import (
 )
 
 WATCH: Final = ("observe", "guard")  # tables of a policy file that are not part of the policy
-SETTINGS: Final = (
-    "batch_invariant",
-)  # settings of a backend that a policy file may have, so that two programs share it
+# settings of a backend that a policy file may have, so that two programs share them
+SETTINGS: Final = ("batch_invariant",)
 # The files in which a checkpoint says how it is quantized, and the keys by which their contents are known.
 CONFIG_FILES: Final = ("config.json", "hf_quant_config.json")
 CONFIG_KEYS: Final = frozenset({"quantization_config", "compression_config", "quant_method", "producer"})

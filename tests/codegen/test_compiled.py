@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.compat import inductor, torch_build
+from fp8graph.compat.torch_build import CPP_ROUNDS_BETWEEN
 from fp8graph.numerics import formats, quantization, sqnr_db
 from fp8graph.recipes import FP8_MAX, Quantizer
 from helpers import (
     ALL,
-    CPU_CODE_EMULATES_PRECISION_CASTS,
     MLP,
     NONE,
     bits,
@@ -82,7 +82,7 @@ def test_compiled_equals_eager_bit_for_bit_without_fused_producers(recipe: Float
     eager = compiled_step(module, x, fp8graph.Backend(policy, compiler="eager"))
     options = {} if rounds else {"emulate_precision_casts": True}
     found = compiled_step(module, x, fp8graph.Backend(policy, inductor_options=options))
-    assert same_bits(eager, found) == (rounds or CPU_CODE_EMULATES_PRECISION_CASTS)
+    assert same_bits(eager, found) == (rounds or CPP_ROUNDS_BETWEEN)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_behind_fused_producers() -> None:
     assert min(sqnr_db(e, f) for e, f in zip(eager, fused, strict=True)) > 30
     emulated = fp8graph.Backend(ALL, inductor_options={"emulate_precision_casts": True})
     identical = same_bits(eager, compiled_step(module, x, emulated))
-    assert identical == CPU_CODE_EMULATES_PRECISION_CASTS
+    assert identical == CPP_ROUNDS_BETWEEN
 
 
 def producer_and_quantize(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -123,7 +123,7 @@ def test_the_fraction_of_bytes_that_a_fused_norm_changes(
     options: dict[str, Any] = {**NARROW, "emulate_precision_casts": True}
     torch._dynamo.reset()
     identical = same_bits(eager, torch.compile(producer_and_quantize, options=options)(x, w))
-    assert identical == CPU_CODE_EMULATES_PRECISION_CASTS
+    assert identical == CPP_ROUNDS_BETWEEN
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
-from helpers import CPU_CODE_EMULATES_PRECISION_CASTS, first_slow
+from fp8graph.compat.torch_build import CPP_ROUNDS_BETWEEN
+from helpers import first_slow
 
 CONFIG = LlamaConfig(
     hidden_size=128, intermediate_size=128, num_attention_heads=2, num_hidden_layers=1, vocab_size=64, pad_token_id=0
@@ -105,7 +106,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # users' name
 @first_slow("name", SETUPS)
 def test_trainer_and_server_are_one_program(name: str, tmp_path: Path) -> None:
-    if SETUPS[name][0] == "rounding" and not CPU_CODE_EMULATES_PRECISION_CASTS:
+    if SETUPS[name][0] == "rounding" and not CPP_ROUNDS_BETWEEN:
         pytest.skip("Inductor's C++ ignores emulate_precision_casts before torch 2.13")
     assert kls(*SETUPS[name], tmp_path / "fp8", 50) == [(True, 0.0)] * 50
 

@@ -35,8 +35,6 @@ from tiny_models import TINY
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
 NONE = fp8graph.Policy(default=None)
-# Inductor's C++ ignores emulate_precision_casts before torch 2.13; its Triton does not.
-CPU_CODE_EMULATES_PRECISION_CASTS = torch.__version__ >= "2.13"
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")  # one for each kind of scaling
 
 

@@ -29,9 +29,9 @@ def test_the_pages_rows_are_those_of_the_runs() -> None:
 def test_the_distances_to_servers_of_others_are_those_of_the_run() -> None:
     run = json.loads((one_program.FOLDER / "servers.json").read_text(encoding="utf-8"))
     assert run["clean"]
-    for server, found in run["distances"].items():
-        assert other_servers.row(server, found) in PAGE.splitlines()
-        assert (found["kl"] == 0.0) == server.startswith("fp8graph, ")
+    for server, far in run["distances"].items():
+        assert other_servers.row(server, far) in PAGE.splitlines()
+        assert (far["kl"] == 0.0) == server.startswith("fp8graph, ")
 
 
 def test_the_cost_is_that_of_the_run() -> None:
