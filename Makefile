@@ -42,12 +42,12 @@ test-release: .venv/ready
 # one of them, with its time and its result in CONTRIBUTING.md: make timed RUN=test
 RUN ?= test
 timed:
-	python3 tests/support/timed.py $(RUN)
+	python3 tools/timed.py $(RUN)
 
 # small faults of the product, one by one, each against the tests that ought to notice it: tests/data/mutants.json
 MUTANTS_ARGS ?= -j 2 --write
 mutants: .venv/ready
-	.venv/bin/python tests/support/mutants.py $(MUTANTS_ARGS)
+	.venv/bin/python tools/mutants.py $(MUTANTS_ARGS)
 
 lint: .venv/ready
 	.venv/bin/ruff check .
@@ -86,7 +86,7 @@ test-python: .venv-$(notdir $(PYTHON))/ready
 # the tests that run trainers' own code, each in an environment of its own: tests/data/hosts.json, docs/support.md
 HOSTS ?=
 test-hosts:
-	$(PYTHON) tests/support/hosts.py $(HOSTS)
+	$(PYTHON) tools/hosts.py $(HOSTS)
 
 # dist/: the files of a release, built, looked into, installed without and with each extra, and used (ten minutes)
 .venv-release/ready: constraints.txt
@@ -95,7 +95,7 @@ test-hosts:
 	touch $@
 
 release-check: .venv-release/ready
-	.venv-release/bin/python tests/support/release_check.py dist
+	.venv-release/bin/python tools/release_check.py dist
 
 # what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
 record-kernels: .venv-torch-$(TORCH)/ready

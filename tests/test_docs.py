@@ -11,7 +11,7 @@ from test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-FOLDERS = "benchmarks docs examples fp8graph models notebooks passes tests".split()
+FOLDERS = "benchmarks docs examples fp8graph models notebooks passes tests tools".split()
 PATH = re.compile(
     rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w.*/-]*"  # below a folder of the repository
     r"|(?<=\]\()[^)#:]+(?=[)#])"  # the target of a link

@@ -278,7 +278,7 @@ match h:
 
 def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
     """Not with a question word, after which a reader has to wait for the subject. Those of tests, too."""
-    others = [file for folder in ("tests", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    others = [file for folder in ("tests", "benchmarks", "examples", "tools") for file in (ROOT / folder).rglob("*.py")]
     texts = {file: file.read_text(encoding="utf-8") for file in (*MODULES.values(), *others)}
     opening = re.compile(r'^\s*r?"""\s*(?:What|How|Why|It)\b.*', re.MULTILINE)
     assert [(str(file), found) for file, text in texts.items() for found in opening.findall(text)] == []

@@ -89,7 +89,7 @@ def test_the_source_distribution_has_what_the_readme_points_to(release: Path) ->
     assert {"docs/coverage.md", "examples"} <= links
     assert links - names == set()
     assert {"passes/match.py", "models/general.py", "constraints.txt", "setup.py", ".ci/run", "Makefile"} <= names
-    for folder in ("tests", "examples", "docs", "benchmarks", "fp8graph"):
+    for folder in ("tests", "examples", "docs", "benchmarks", "fp8graph", "tools"):
         files = {file for file in (release / "checkout" / folder).rglob("*") if file.is_file()}
         paths = {str(file.relative_to(release / "checkout")) for file in files}
         assert {

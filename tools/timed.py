@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-PAGE: Final = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE: Final = Path(__file__).parents[1] / "CONTRIBUTING.md"
 _LAST_LINE: Final = re.compile(r"^=+ (.* in .*s)(?: \(.*\))? =+$", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Count the files that name an optional feature: ``python -m tests.support.spread`` prints a table.
+"""Count the files that name an optional feature: ``python tools/spread.py`` prints a table.
 
 For each feature: the product's files outside of its own place whose code (not comments, strings or docstrings) has one
 of its names. What a user writes and reads has each name once and is not counted (``PUBLIC``), like the list of passes.
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 ROOMS = ("fp8graph", "passes", "models")
 PUBLIC = (
     "passes/__init__.py",

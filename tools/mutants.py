@@ -2,9 +2,9 @@
 
 Each fault of ``small_faults.py`` is made in a copy of the repository, and the tests that ought to notice it run there::
 
-    python tests/support/mutants.py                       # all
-    python tests/support/mutants.py "strict mode warns"   # some, by name
-    python tests/support/mutants.py -j 2 --write          # two at a time; the result goes into tests/data/mutants.json
+    python tools/mutants.py                       # all
+    python tools/mutants.py "strict mode warns"   # some, by name
+    python tools/mutants.py -j 2 --write          # two at a time; the result goes into tests/data/mutants.json
 
 A fault is killed if a test fails that passes without it, and survives if all pass. A test that fails without any fault
 shows nothing: the tests that failed run once more in a copy without faults. The exit code is 1 if a fault survives that
@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 
 from small_faults import FAULTS, SURVIVORS, Fault
 
-ROOT: Final = Path(__file__).parents[2]
+ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "tests" / "data" / "mutants.json"
 _LINKS: Final = ("passes", "models")  # links in fp8graph/ that git does not track
 _PYTEST: Final = (

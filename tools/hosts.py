@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[2]
+ROOT: Final = Path(__file__).parents[1]
 DATA: Final = ROOT / "tests" / "data" / "hosts.json"
 PAGE: Final = ROOT / "docs" / "support.md"
 _HEAD: Final = "| trainer | torch | Python | tests of its own code | when |\n|---|---|---|---|---|\n"

@@ -1,6 +1,6 @@
 """Builds a release from the checkout, looks into it, installs it, and uses each extra: ``make release-check``.
 
-    .venv-release/bin/python tests/support/release_check.py FOLDER
+    .venv-release/bin/python tools/release_check.py FOLDER
 
 The wheel goes into a clean virtual environment without extras. Each extra then gets an environment of its own, which
 holds what that extra brought, and reads the rest from the first. A check that fails ends the run.
@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FOR_DEVELOPERS = {"test", "docs", "dev", "release"}  # extras that are for work on fp8graph itself
 # A source distribution holds no links to folders. `make fp8graph/passes fp8graph/models` makes these two again.
 NOT_IN_THE_SOURCES = {"fp8graph/models", "fp8graph/passes", ".gitignore"}
