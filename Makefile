@@ -98,8 +98,9 @@ release-check: .venv-release/ready
 	.venv-release/bin/python tools/release_check.py dist
 
 # what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
+LAYERS ?=
 record-kernels: .venv-torch-$(TORCH)/ready
-	.venv-torch-$(TORCH)/bin/python tests/support/recorded.py
+	PYTHONPATH=.:tests/support .venv-torch-$(TORCH)/bin/python tools/record_kernels.py $(LAYERS)
 
 # one small Llama per recipe and seed beside bf16 (hours; goes on where it was stopped), then the table and the picture
 train-recipes: .venv/ready

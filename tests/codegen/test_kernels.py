@@ -1,6 +1,6 @@
 """The kernels of Inductor for a quantization, the bytes they move, the code of the largest ones: without a GPU.
 
-tests/data holds what each torch generates (support/recorded.py records it). A count that grows is a lost fusion.
+tests/data holds what each torch generates (tools/record_kernels.py records it). A count that grows is a lost fusion.
 
 Two reductions of one tensor are two kernels: as a combo kernel they would count as one that reads it once, but share
 their blocks and registers (compat.gpu_codegen_patches). Scales that a second kernel casts with are stored, not divided

@@ -1,28 +1,21 @@
-"""The generated GPU code of each torch as data: how it is measured, written and read. Needs triton, no GPU.
+"""The generated GPU code of each torch as data: how it is measured and compared. Needs triton, no GPU.
 
-    python tests/support/recorded.py  # writes tests/data/kernels-<version>.json for the torch that runs it
-    python tests/support/recorded.py dequantized  # of it, only the layers that have this in their names
-
-``make record-kernels TORCH=2.11.0`` does it in a venv of that torch. codegen/test_kernels.py holds what is recorded.
+``make record-kernels TORCH=2.11.0`` writes tests/data/kernels-2.11.0.json (tools/record_kernels.py), to which
+codegen/test_kernels.py holds that torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
-import json
-import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fp8graph import offline
 from fp8graph.offline import KernelRecord
 from fp8graph.offline.kernels import Compiled
 from fp8graph.recipes import Recipe, resolve_recipe
@@ -223,21 +216,6 @@ def costs(compiled: Compiled) -> dict[str, Any]:
     }
 
 
-def best(configurations: Sequence[Compiled]) -> Compiled:
-    """No spills, then the widest stores to FP8 data, then the fewest instructions per element.
-
-    Which one the autotuner takes only a GPU can say. Kernels of one loop differ in their tiles only, so that what all
-    configurations have in common (a reduction in one piece) may be left out of the number of elements.
-    """
-
-    def cost(compiled: Compiled) -> tuple[float, ...]:
-        values = {name: int(value) for name, value in (word.split("=") for word in compiled.configuration.split())}
-        elements = math.prod(value for name, value in values.items() if "BLOCK" in name) / values["num_warps"]
-        return compiled.spills, -(compiled.fp8_store or 0), compiled.instructions / elements
-
-    return min(configurations, key=cost)
-
-
 def is_worse(then: dict[str, Any], now: dict[str, Any]) -> bool:
     """Another kernel, no such configuration, or a higher cost."""
     return (
@@ -247,70 +225,9 @@ def is_worse(then: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def _record(part: str) -> dict[str, Any]:
-    """All, or only the layers with ``part`` in their names."""
-    layers: dict[str, Any] = {}
-    for layer in LAYERS:
-        if part not in layer:
-            continue
-        print(f"{layer}...", flush=True)  # minutes each
-        layers[layer] = of_layer(layer)
-        if layer.partition(" ")[0] in TILED or EXPERTS in layer:
-            layers[layer]["copies"] = copies_of_layer(layer)
-        if layer in QUANTIZING:
-            layers[layer]["weights_in_step"] = weights_in_step(layer)
-        if EXPERTS in layer:
-            layers[layer]["called"] = called_by_layer(layer)
-        if layer in COMPILED:
-            layers[layer]["largest"] = [
-                identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
-                for identity, kernel in largest(layer)
-            ]
-    cases: dict[str, list[float]] = {}
-    if part:
-        known = json.loads(FILE.read_text(encoding="utf-8"))
-        return known | {"layers": {layer: (known["layers"] | layers)[layer] for layer in LAYERS}}
-    for case in CASES:
-        torch._dynamo.reset()
-        cases[str(case)] = of_case(case)
-    return {"torch": TORCH, "triton": importlib.metadata.version("triton"), "layers": layers, "tensors": cases}
-
-
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows of equal keys, one line each."""
     names = list(rows[0])
     lines = [names, *(["-" if row[name] is None else str(row[name]) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _text(value: Any, indent: str = "") -> Iterator[str]:
-    """JSON with a kernel or a count in each line."""
-    line = json.dumps(value)
-    if len(line) < 400 or not isinstance(value, (dict, list)):
-        yield line
-        return
-    items = (
-        [(f"{json.dumps(k)}: ", v) for k, v in value.items()] if isinstance(value, dict) else [("", v) for v in value]
-    )
-    yield "{" if isinstance(value, dict) else "["
-    for index, (key, item) in enumerate(items):
-        yield ("," if index else "") + f"\n{indent} {key}"
-        yield from _text(item, indent + " ")
-    yield f"\n{indent}" + ("}" if isinstance(value, dict) else "]")
-
-
-def main() -> None:
-    data = _record(" ".join(sys.argv[1:]))
-    FILE.parent.mkdir(exist_ok=True)
-    FILE.write_text("".join(_text(data)) + "\n", encoding="utf-8")
-    print(f"{FILE}: torch {data['torch']}, triton {data['triton']}")
-    for layer, measured in data["layers"].items():
-        counts = ("{} {} kernels, {} MiB".format(graph, *measured[graph]) for graph in DIRECTIONS)
-        print(f"\n{layer}: {'; '.join(counts)}")
-        if "largest" in measured:
-            print(table(measured["largest"]))
-
-
-if __name__ == "__main__":
-    main()

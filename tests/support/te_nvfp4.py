@@ -1,18 +1,11 @@
-"""Digests of Transformer Engine's reference results for tensors under NVFP4. Needs its source, not its package.
+"""Tensors, options and digests to compare our bytes under NVFP4 with those of Transformer Engine's reference.
 
-    python tests/support/te_nvfp4.py <a checkout of Transformer Engine>  # writes tests/data/te_nvfp4.json
-
-``custom_recipes/reference_nvfp4.py`` runs on a CPU. Of the rest of the package it needs two base classes, for which
-this file has stand-ins. numerics/test_nvfp4.py holds our bytes and scales against the digests.
+tools/record_te_nvfp4.py writes tests/data/te_nvfp4.json, and numerics/test_nvfp4.py holds our bytes and scales to it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,36 +59,3 @@ def digest(parts: Sequence[Tensor]) -> str:
     for part in parts:
         found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
-
-
-def main(checkout: str) -> None:
-    recipes = "transformer_engine.pytorch.custom_recipes"
-    folder = Path(checkout, *recipes.split("."))
-    for name in ("transformer_engine", "transformer_engine.pytorch", recipes, "transformer_engine.pytorch.tensor"):
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [str(folder)] if name == recipes else []
-    stand_ins: Any = types.ModuleType("transformer_engine.pytorch.quantized_tensor")
-    stand_ins.QuantizedTensorStorage = type("QuantizedTensorStorage", (), {})
-    stand_ins.Quantizer = type("Quantizer", (), {"__init__": _keep_usage})
-    utils: Any = types.ModuleType("transformer_engine.pytorch.tensor.utils")
-    utils.is_custom = bool
-    sys.modules |= {stand_ins.__name__: stand_ins, utils.__name__: utils}
-    module = __import__(f"{recipes}.reference_nvfp4", fromlist=["NVFP4QuantizerRef"])
-    found: dict[str, dict[str, str]] = {}
-    for option, (_, _, settings) in OPTIONS.items():
-        quantizer = module.NVFP4QuantizerRef(dtype=module.reference_utils.Fp4Formats.E2M1, **settings)
-        rows = settings.get("quant_tile_shape", (1, 16))[0]  # it repeats the scale of a tile for each of its rows
-        found[option] = {}
-        for name, x in tensors():
-            made = quantizer.quantize(x)
-            found[option][name] = digest([made.data, made.data_t, made.scale[::rows], made.scale_t[::rows]])
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    FILE.write_text(json.dumps({"commit": commit.stdout.strip(), "digests": found}, indent=1) + "\n")
-
-
-def _keep_usage(self: Any, rowwise: bool = True, columnwise: bool = True) -> None:
-    self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
