@@ -7,7 +7,6 @@ into ``tests/data/hosts.json``, and from there into the table of docs/support.md
 
 from __future__ import annotations
 
-import datetime
 import json
 import re
 import subprocess
@@ -16,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from timed import result_of, today
+
 ROOT: Final = Path(__file__).parents[1]
 DATA: Final = ROOT / "tests" / "data" / "hosts.json"
 PAGE: Final = ROOT / "docs" / "support.md"
 _HEAD: Final = "| trainer | torch | Python | tests of its own code | when |\n|---|---|---|---|---|\n"
 _TESTS: Final = ("pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "numpy", "safetensors", "transformers")
-_LAST_LINE: Final = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).*) in [\d.]+s", re.MULTILINE)
 _VERSIONS: Final = """
 import importlib.metadata, platform, sys, torch
 print(importlib.metadata.version(sys.argv[1]), torch.__version__.partition("+")[0], platform.python_version())
@@ -133,22 +133,8 @@ def ran(name: str, host: Host, python: Path) -> tuple[dict[str, Any], int]:
     found = subprocess.run([python, "-c", _VERSIONS, name], check=True, capture_output=True, text=True)
     version, torch, of_python = found.stdout.split()
     command = [str(python), "-m", "pytest", "-q", "-rs", "-m", "not release and not gpu", *host.tests]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-    said = _LAST_LINE.findall("".join(lines))
-    result = said[-1] if said else f"ended with exit code {process.returncode}"
-    today = f"{datetime.datetime.now(tz=datetime.UTC):%B %-d, %Y}"
-    return {
-        "version": version,
-        "torch": torch,
-        "python": of_python,
-        "result": result,
-        "when": today,
-    }, process.returncode
+    result, code = result_of(command)
+    return {"version": version, "torch": torch, "python": of_python, "result": result, "when": today()}, code
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:

@@ -9,32 +9,41 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 PAGE: Final = Path(__file__).parents[1] / "CONTRIBUTING.md"
-_LAST_LINE: Final = re.compile(r"^=+ (.* in .*s)(?: \(.*\))? =+$", re.MULTILINE)
+_RESULT: Final = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).*) in [\d.]+s", re.MULTILINE)
+
+
+def result_of(command: Sequence[str]) -> tuple[str, int]:
+    """Run a command that runs pytest, and show its output: pytest's word on the tests, and the exit code."""
+    output = ""
+    with subprocess.Popen(command, cwd=PAGE.parent, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output += line
+    results = _RESULT.findall(output)
+    return results[-1] if results else f"ended with exit code {process.returncode}", process.returncode
+
+
+def today() -> str:
+    return f"{datetime.date.today():%B %-d, %Y}"
 
 
 def timed(target: str) -> tuple[str, str, int]:
     """Run ``make target``: the date with its time, pytest's word on it, and the exit code."""
     subprocess.run(["make", "--silent", ".venv/ready"], check=True)  # its time is the installer's
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    with subprocess.Popen(["make", target], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        output = ""
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            output += line
+    result, code = result_of(["make", target])
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    today = f"{datetime.date.today():%B %-d, %Y}"
     cost = (
         f"{seconds // 60:.0f}:{seconds % 60:02.0f} on {os.cpu_count()} cores{_processor()}, {cpu / 60:.1f} CPU minutes"
     )
-    said = _LAST_LINE.findall(output)
-    result = said[-1].rpartition(" in ")[0] if said else f"ended with exit code {process.returncode}"
-    return f"{today}: {cost}", result, process.returncode
+    return f"{today()}: {cost}", result, code
 
 
 def _processor() -> str:
