@@ -43,13 +43,10 @@ def llama_with_head(layers: int, hidden: int, vocabulary: int, attention: str, d
     """:func:`llama` with embeddings and a head: tokens [batch, tokens] -> ``.logits``."""
     from transformers import LlamaForCausalLM
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # in FP32 first, it would need twice the memory
-    try:
-        with device:
-            return LlamaForCausalLM(_config(layers, hidden, vocabulary, attention))
-    finally:
-        torch.set_default_dtype(before)
+    from fp8graph.tools.hugging_face import in_bf16
+
+    with in_bf16(device):
+        return LlamaForCausalLM(_config(layers, hidden, vocabulary, attention))
 
 
 def _config(layers: int, hidden: int, vocabulary: int, attention: str) -> Any:

@@ -123,15 +123,23 @@ def model_of(config: Any, name: str | None = None, *, most: int | None = None) -
         for key in vars(part):
             if key == "apply_spec_augment" or key.endswith("layerdrop"):
                 setattr(part, key, False if key == "apply_spec_augment" else 0.0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("meta"), _at_most(most):
+        with in_bf16(torch.device("meta")), _at_most(most):
             made = _class_of(config, name)
             return made.from_config(config) if name and name.startswith("Auto") else made(config)
     except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ConfigError(f"cannot build {name or 'a model'} from a config of {config.model_type}: {reason}") from None
+
+
+@contextlib.contextmanager
+def in_bf16(device: torch.device) -> Generator[None]:
+    """Build modules on ``device`` in bf16 at once: in FP32 first, they would need twice the memory."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            yield
     finally:
         torch.set_default_dtype(default)
 

@@ -77,13 +77,10 @@ class Workload:
     def build(self, device: torch.device) -> Any:
         from transformers import AutoModelForCausalLM
 
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)  # in FP32 first, it would need twice the memory
-        try:
-            with device:
-                return AutoModelForCausalLM.from_config(self.config()).train()
-        finally:
-            torch.set_default_dtype(before)
+        from fp8graph.tools.hugging_face import in_bf16
+
+        with in_bf16(device):
+            return AutoModelForCausalLM.from_config(self.config()).train()
 
     def multiplied(self) -> int:
         """Return the parameters that a token is multiplied by: no input embedding; of experts those that it visits."""
