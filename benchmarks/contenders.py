@@ -18,6 +18,7 @@ from benchmarks import measure
 from benchmarks.records import Run, importable
 from benchmarks.sections import limits
 from fp8graph.recipes import resolve_recipe
+from fp8graph.tools import bench
 from fp8graph.tools.record import coverage
 from fp8graph.tools.record.contenders import converted_by_torchao
 from fp8graph.tools.record.machine import MIB, allocated, baseline, synchronize
@@ -89,15 +90,13 @@ def ablations(run: Run, recipe: str) -> dict[str, Compile]:
 
 def training_step(model: Any, x: Tensor) -> Callable[[], None]:
     """Forward and backward. dy is random: GEMMs of constant numbers take less power and are faster."""
-    dy = torch.randn_like(x)  # every model here returns the shape of its input
+    step = bench.training_step(model, x, torch.randn_like(x))  # every model here returns the shape of its input
 
-    def step() -> None:
+    def marked() -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        model(x).backward(dy)
-        model.zero_grad(set_to_none=True)
-        x.grad = None
+        step()
 
-    return step
+    return marked
 
 
 def compare(

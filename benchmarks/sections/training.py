@@ -16,6 +16,7 @@ from benchmarks.measure import DEVICE
 from benchmarks.published import CHOSEN, GRAPHS
 from benchmarks.records import Run
 from benchmarks.sections.limits import gemms_of
+from fp8graph.tools import bench
 from fp8graph.tools.record.machine import MIB, allocated
 
 BF16 = torch.bfloat16
@@ -73,12 +74,7 @@ def sweep(run: Run) -> None:
             with run.attempt("sweep", **case, contender=name), fresh():
                 linear = nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=BF16)
                 model, backend = compile(linear)
-
-                def step(model: Any = model, x: Any = x, dy: Any = dy) -> None:
-                    model(x).backward(dy)
-                    model.zero_grad(set_to_none=True)
-                    x.grad = None
-
+                step = bench.training_step(model, x, dy)
                 for _ in range(3):
                     step()
                 profile = measure.profile(step, longest=12) or {}

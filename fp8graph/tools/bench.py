@@ -154,7 +154,7 @@ def narrow_step(layers: int, device: torch.device, compiler: str) -> Callable[[]
     torch.compiler.reset()
     model = torch.nn.Sequential(*narrow(layers)).to(device, torch.bfloat16)
     x, dy = (torch.randn(64, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return _step(torch.compile(model, backend=compiler), x.requires_grad_(), dy)
+    return training_step(torch.compile(model, backend=compiler), x.requires_grad_(), dy)
 
 
 def narrow(layers: int) -> Iterator[torch.nn.Module]:
@@ -239,7 +239,7 @@ def linears(
         for recipe in recipes:
             torch.compiler.reset()
             backend = Backend(Policy(default=recipe, min_speedup=0))
-            plain, fp8 = (_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
+            plain, fp8 = (training_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
             times = [[seconds(run, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]
             parts = [g.speedup for g in backend.report.gemms if g.speedup]
             yield LinearResult(
@@ -254,7 +254,9 @@ def linears(
             )
 
 
-def _step(model: Any, x: Tensor, dy: Tensor) -> Callable[[], None]:
+def training_step(model: Any, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """Forward and backward of ``model`` at ``x`` for the gradient ``dy``."""
+
     def run() -> None:
         model(x).backward(dy)
         x.grad = None
