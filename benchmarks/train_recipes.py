@@ -62,11 +62,11 @@ def build_model(seed: int) -> Any:
     return demo.build_model(seed, hidden_size=256, intermediate_size=704, num_attention_heads=4)
 
 
-def split() -> tuple[Tensor, list[Tensor]]:
+def split(windows: int = BATCH * HELD_OUT) -> tuple[Tensor, list[Tensor]]:
     """The text to train on, and the batches to evaluate on: windows spread evenly over the last tenth of the text."""
     text = corpus()
     cut = len(text) - len(text) // 10
-    starts = torch.linspace(cut, len(text) - SEQUENCE, BATCH * HELD_OUT).long().tolist()
+    starts = torch.linspace(cut, len(text) - SEQUENCE, windows).long().tolist()
     return text[:cut], list(torch.stack([text[s : s + SEQUENCE] for s in starts]).split(BATCH))
 
 
@@ -77,6 +77,23 @@ def batches(text: Tensor, steps: int, seed: int) -> list[Tensor]:
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
+
+
+def pretrained(model: Any, data: Sequence[Tensor]) -> Any:
+    """``model``, in bf16, after it has learned something: scores of random weights say little."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    for tokens in data:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def take_gradients(model: Any) -> dict[str, Tensor]:
+    """Of all matrices, which have none then. Those of some vectors (the bias of a key) are zero but for rounding."""
+    gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None and p.ndim > 1}
+    model.zero_grad(set_to_none=True)
+    return gradients
 
 
 @torch.no_grad()
@@ -105,13 +122,7 @@ class Trained:
     ) -> dict[str, Any]:
         """Train from ``seed``: AdamW, linear warm-up over a tenth of the steps, cosine decay to a tenth of the rate."""
         self.model.load_state_dict(build_model(seed).state_dict())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-        warm_up = max(1, steps // 10)
-        schedules: list[torch.optim.lr_scheduler.LRScheduler] = [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up), learning_rate / 10),
-        ]
-        rate = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [warm_up])
+        optimizer, rate = demo.optimizer_of(self.model, lambda: steps, learning_rate)
         losses: list[float] = []
         evaluations: dict[int, float] = {}
         started = time.perf_counter()

@@ -34,12 +34,13 @@ from rich.console import Console
 from torch import Tensor
 
 import fp8graph
-from benchmarks.train_recipes import BATCH, RESULTS, batches
+from benchmarks import train_recipes
+from benchmarks.train_recipes import BATCH, RESULTS, batches, pretrained, take_gradients
 from fp8graph import Policy, Rule
 from fp8graph.extras.planning.tune import Score
 from fp8graph.recipes import GEMMS
 from fp8graph.tools import demo
-from fp8graph.tools.demo import SEQUENCE, corpus, quiet
+from fp8graph.tools.demo import quiet
 from fp8graph.tools.record.machine import this_machine
 
 HIDDEN: Final = 128
@@ -64,22 +65,9 @@ def build_model(seed: int, layers: int) -> Any:
 
 def split() -> tuple[Tensor, list[Tensor]]:
     """The text to train and score on, and batches [BATCH, SEQUENCE] of windows, spread over the last tenth of it."""
-    text = corpus()
-    cut = len(text) - len(text) // 10
-    starts = torch.linspace(cut, len(text) - SEQUENCE, WINDOWS).long().tolist()
-    order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(0)).tolist()  # a batch is of no one topic
-    return text[:cut], list(torch.stack([text[starts[i] : starts[i] + SEQUENCE] for i in order]).split(BATCH))
-
-
-def trained(seed: int, layers: int, steps: int, text: Tensor) -> dict[str, Tensor]:
-    """Weights in bf16 that have learned something: scores of random weights say little."""
-    model = build_model(seed, layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    for tokens in batches(text, steps, seed):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+    text, held_out = train_recipes.split(WINDOWS)
+    order = torch.randperm(WINDOWS, generator=torch.Generator().manual_seed(0))  # a batch is of no one topic
+    return text, list(torch.cat(held_out)[order].split(BATCH))
 
 
 def window_losses(model: Any, tokens: Tensor) -> Tensor:
@@ -90,11 +78,8 @@ def window_losses(model: Any, tokens: Tensor) -> Tensor:
 
 
 def gradients(model: Any, tokens: Tensor) -> Gradients:
-    """Of all matrices. Those of some vectors are zero but for rounding: their relative errors say nothing."""
     window_losses(model, tokens).mean().backward()
-    found = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None and p.ndim > 1}
-    model.zero_grad(set_to_none=True)
-    return found
+    return take_gradients(model)
 
 
 def relative_errors(found: Sequence[Gradients], exact: Sequence[Gradients]) -> list[float]:
@@ -208,7 +193,7 @@ def measure(
     text, held_out = split()
     switched = Switched(layers, dtype, recipe)
     for seed, files in missing.items():
-        switched.model.load_state_dict(trained(seed, layers, steps, text))
+        switched.model.load_state_dict(pretrained(build_model(seed, layers), batches(text, steps, seed)).state_dict())
         scores, sums = scores_of(switched.model, text, seed, recipe)
         for gemm, path in files:
             started = time.perf_counter()

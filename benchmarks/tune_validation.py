@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
 import fp8graph
-from benchmarks.train_recipes import RESULTS, SEQUENCE, batches, split
+from benchmarks.train_recipes import RESULTS, SEQUENCE, batches, loss_of, pretrained, split, take_gradients
 from fp8graph import Float8CurrentScaling, Policy, Rule, hardware, tune
 from fp8graph.extras.planning.tune import Score
 from fp8graph.tools.demo import quiet
@@ -78,18 +78,6 @@ FAMILIES: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
-def trained(config: Any, steps: int, text: Tensor, seed: int) -> Any:
-    """A model in bf16 that has learned something: scores of random weights say little."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    for tokens in batches(text, steps, seed):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
 def arithmetic_alone(folder: Path) -> Path:
     """A calibration file: an H100 on which only arithmetic takes time."""
     speed = hardware.from_target("sm_90").speed
@@ -105,22 +93,16 @@ Gradients = list[dict[str, Tensor]]
 
 
 def gradients(model: Any, policy: Policy, data: Sequence[Tensor]) -> tuple[list[float], Gradients]:
-    """The loss of each batch, and the gradients of all matrices for each, under a policy.
-
-    Those of some vectors are zero but for rounding (the bias of a key): their relative errors say nothing.
-    """
+    """The loss of each batch, and the gradients of all matrices for each, under a policy."""
     torch._dynamo.reset()
     run = torch.compile(model, backend=fp8graph.Backend(policy, compiler="eager"))
     losses: list[float] = []
     found: Gradients = []
     for tokens in data:
-        loss = run(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(run, tokens)
         loss.backward()
         losses.append(loss.item())
-        found.append(
-            {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None and p.ndim > 1}
-        )
-        model.zero_grad(set_to_none=True)
+        found.append(take_gradients(model))
     return losses, found
 
 
@@ -152,7 +134,8 @@ def seconds_of(scores: Sequence[Score], recipe: str, kept: Callable[[str], bool]
 def family(name: str, text: Tensor, held_out: Sequence[Tensor], steps: int, target: Path, console: Console) -> Any:
     """Two simple policies, and what tune() finds at their predicted times."""
     config = FAMILIES[name]()
-    model = trained(config, steps, text, seed=0)
+    torch.manual_seed(0)
+    model = pretrained(AutoModelForCausalLM.from_config(config).bfloat16(), batches(text, steps, 0))
     last = config.num_hidden_layers - 1
     data = [torch.cat(list(some)) for some in (held_out[i : i + 8] for i in range(0, len(held_out), 8))]
     joined = [torch.cat(batches(text, 8, seed)) for seed in (1, 2)]  # [32, SEQUENCE]

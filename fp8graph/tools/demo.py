@@ -167,7 +167,7 @@ def train(
             the number of steps for both, which is not larger than the last one.
     """
     steps = len(data)
-    optimizers = [_optimizer(run.model, lambda: steps) for run in runs]
+    optimizers = [optimizer_of(run.model, lambda: steps) for run in runs]
     for done, tokens in enumerate(data, 1):
         for run, (optimizer, rate) in zip(runs, optimizers, strict=True):
             started = time.monotonic()
@@ -181,7 +181,9 @@ def train(
             break
 
 
-def _optimizer(model: Any, steps: Callable[[], int]) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
+def optimizer_of(
+    model: Any, steps: Callable[[], int], learning_rate: float = 1e-3
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW, and a tenth of the steps in which its rate grows from a tenth of it, before it decays to that.
 
     Args:
@@ -195,7 +197,7 @@ def _optimizer(model: Any, steps: Callable[[], int]) -> tuple[torch.optim.AdamW,
         share = min(1.0, (step - warm_up) / max(1, steps() - warm_up))
         return 0.1 + 0.45 * (1 + math.cos(math.pi * share))
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 

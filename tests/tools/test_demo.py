@@ -163,7 +163,7 @@ def test_one_long_step_is_not_taken_for_a_slower_machine(monkeypatch: pytest.Mon
 
 def test_the_learning_rate_follows_the_steps_that_are_left() -> None:
     steps = 100
-    optimizer, rate = demo._optimizer(torch.nn.Linear(1, 1), lambda: steps)
+    optimizer, rate = demo.optimizer_of(torch.nn.Linear(1, 1), lambda: steps)
     rates = [optimizer.param_groups[0]["lr"]]
     for step in range(1, 40):
         steps = 40 if step > 4 else 100
