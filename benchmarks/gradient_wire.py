@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from rich.console import Console
 from torch import Tensor, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-import fp8graph
 from fp8graph.extras.gradients import send_gradients_in_fp8
 from fp8graph.tools.demo import batches, build_model, corpus
+from fp8graph.tools.record.machine import this_machine
 
 WIRES: dict[str, torch.dtype | None] = {"bf16": None, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 RANKS, EVERY, HELD_OUT = 2, 10, 8  # held out: batches
@@ -77,13 +76,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(train, (folder, arguments.steps, arguments.seeds), RANKS)  # pyright: ignore
         runs = json.loads(Path(folder, "runs.json").read_text())
-    machine = {
-        "device": platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fp8graph": fp8graph.__version__,
-    }
-    found = {"machine": machine, "ranks": RANKS, "steps": arguments.steps, "every": EVERY, "runs": runs}
+    found = {"machine": this_machine(), "ranks": RANKS, "steps": arguments.steps, "every": EVERY, "runs": runs}
     arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     plot(runs, arguments.out.with_suffix(".png"))
     for name, distance in distances(runs).items():

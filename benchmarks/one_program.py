@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -34,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import fp8graph
 from fp8graph.extras.kv_cache import Fp8DynamicCache, Fp8StaticCache
+from fp8graph.tools.record.machine import commit, this_machine
 
 ANSWERS, NEW, GROUP, VOCABULARY = 16, 8, 4, 64  # in an update; tokens of each; answers to one prompt
 PROMPTS: Final = (3, 4, 6, 7)  # their lengths
@@ -251,19 +250,7 @@ def cost() -> dict[str, float]:
 
 def conditions() -> dict[str, Any]:
     """The machine, and the commit."""
-    git = ["git", "-C", str(Path(__file__).parents[1])]
-    commit, changed = (
-        subprocess.run([*git, *of], capture_output=True, text=True, check=True).stdout.strip()
-        for of in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-    )
-    return {
-        "torch": torch.__version__,
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "cpu": platform.machine(),
-        "commit": commit,
-        "clean": not changed,
-    }
+    return {**this_machine(), "vectors": torch.backends.cpu.get_cpu_capability(), "clean": not commit()[1]}
 
 
 def row(run: dict[str, Any]) -> str:
