@@ -124,9 +124,4 @@ def _shape_in_rows(data: Tensor, scale_inv: Tensor, *, scaling: str, block: Sequ
     return scale_inv.new_empty(kind.scale_shape(rows, columns * kind.packed, block) or [])
 
 
-scales_in_rows = ops.define(
-    "scales_in_rows",
-    "(Tensor data, Tensor scale_inv, *, str scaling, int[] block, str order) -> Tensor",
-    reference=_in_rows,
-    fake=_shape_in_rows,
-)
+scales_in_rows = ops.define("scales_in_rows", reference=_in_rows, fake=_shape_in_rows)

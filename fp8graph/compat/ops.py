@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "HAS_SCALED_ADDMM",
     "OpOverload",
     "copy_each",
+    "define_op",
     "grouped_mm_of_blocks",
     "grouped_mm_of_fp4",
     "named_arguments",
@@ -40,6 +41,28 @@ def scaled_mm(
 ) -> Tensor:
     """``(a * scale_a) @ (b * scale_b) + bias``: a [m, k] row-major, b [k, n] column-major, both FP8 or FP4."""
     return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def define_op(
+    library: torch.library.Library,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    tags: tuple[torch.Tag, ...] = (),
+) -> Any:
+    """Define an op that computes ``run`` on every device, and return it.
+
+    Args:
+        schema: its name, arguments and results, as torch writes them.
+        fake: ``run`` in shapes alone.
+        tags: of torch's, more than ``pt2_compliant_tag``.
+    """
+    name = schema.partition("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, library.ns), name).default
 
 
 HAS_SCALED_ADDMM: Final = hasattr(torch.nn.functional, "scaled_addmm")  # from torch 2.15 on
@@ -69,20 +92,20 @@ def scaled_grouped_mm(
 
 
 _library: Final = torch.library.Library("fp8graph_kernels", "DEF")
-_library.define(
-    "grouped_mm_of_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor ends) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _grouped_mm_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, ends, out_dtype=torch.bfloat16)
 
 
-_library.impl("grouped_mm_of_blocks", _grouped_mm_of_blocks, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8graph_kernels::grouped_mm_of_blocks", _grouped_mm_of_blocks, lib=_library)
+_OF_BLOCKS: Final = define_op(
+    _library,
+    "grouped_mm_of_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor ends) -> Tensor",
+    _grouped_mm_of_blocks,
+    _grouped_mm_of_blocks,
+)
 inductor.lower_to_kernel(
-    torch.ops.fp8graph_kernels.grouped_mm_of_blocks.default,
+    _OF_BLOCKS,
     torch.ops.aten._scaled_grouped_mm.default,
     None,  # bias
     None,  # scale of the result
@@ -96,14 +119,7 @@ def grouped_mm_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor,
     An op of its own: where Inductor tunes ``_scaled_grouped_mm``, its template takes E8M0 scales for those of rows
     (``_tuned_grouped_mm_common``, torch 2.11 to 2.15).
     """
-    return torch.ops.fp8graph_kernels.grouped_mm_of_blocks(a, b, scale_a, scale_b, ends)
-
-
-_library.define(
-    "grouped_mm_of_fp4(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor global_a, Tensor global_b,"
-    " Tensor ends) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+    return _OF_BLOCKS(a, b, scale_a, scale_b, ends)
 
 
 def _grouped_mm_of_fp4(
@@ -133,8 +149,13 @@ def _shape_of_grouped_mm_of_fp4(a: Tensor, b: Tensor, *scales_and_ends: Tensor) 
     return a.new_empty(shape, dtype=torch.bfloat16)
 
 
-_library.impl("grouped_mm_of_fp4", _grouped_mm_of_fp4, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8graph_kernels::grouped_mm_of_fp4", _shape_of_grouped_mm_of_fp4, lib=_library)
+_OF_FP4: Final = define_op(
+    _library,
+    "grouped_mm_of_fp4(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor global_a, Tensor global_b,"
+    " Tensor ends) -> Tensor",
+    _grouped_mm_of_fp4,
+    _shape_of_grouped_mm_of_fp4,
+)
 
 
 def grouped_mm_of_fp4(
@@ -152,7 +173,7 @@ def grouped_mm_of_fp4(
     function from torch 2.14 on, and would make buffers of FP4 in generated code, which Triton's interpreter does not
     know.
     """
-    return torch.ops.fp8graph_kernels.grouped_mm_of_fp4(a, b, scale_a, scale_b, global_a, global_b, ends)
+    return _OF_FP4(a, b, scale_a, scale_b, global_a, global_b, ends)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

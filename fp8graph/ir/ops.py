@@ -22,9 +22,10 @@ millisecond per node; tests/ir/test_ops.py compares them with the references.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import inspect
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from torch import Tensor, fx
 
 from fp8graph import hardware
 from fp8graph.compat import fakes
-from fp8graph.compat.ops import named_arguments
+from fp8graph.compat.ops import define_op, named_arguments
 from fp8graph.numerics import (
     experts,
     quantization,
@@ -130,7 +131,7 @@ def _shape_of_repeat_scales(scale_inv: Tensor, rows: int) -> Tensor:
 
 def define(
     name: str,
-    schema: str,
+    schema: str = "",
     *,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
@@ -144,7 +145,7 @@ def define(
     """Define one op, ``fp8graph::name``, and return it.
 
     Args:
-        schema: its arguments and results, as torch writes them.
+        schema: its arguments and results, as torch writes them; "": those of ``reference``.
         reference: computes it; ``lower`` puts the aten nodes of this function in the place of a node.
         fake: the same in shapes alone.
         run: the function that it runs, if not ``reference``.
@@ -154,10 +155,7 @@ def define(
         contiguous: whether its results are.
         tags: of torch's, more than ``pt2_compliant_tag``.
     """
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _library.impl(name, run or reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8graph::{name}", fake, lib=_library)
-    op = getattr(torch.ops.fp8graph, name).default
+    op = define_op(_library, name + (schema or _schema_of(reference)), run or reference, fake, tags=tags)
     if lowered:
         REFERENCE[op] = reference
     if contiguous:
@@ -169,28 +167,37 @@ def define(
     return op
 
 
-# The types of a dataclass of arguments, as they are written there, in a schema. T is a tensor.
+# The types of arguments and results, as Python has them, in a schema.
 _TYPES: Final = {
-    "T": "Tensor",
-    "T | None": "Tensor?",
-    "Sequence[T] | None": "Tensor[]?",
+    "Tensor | None": "Tensor?",
+    "Sequence[Tensor]": "Tensor[]",
+    "Sequence[Tensor] | None": "Tensor[]?",
+    "list[Tensor]": "Tensor[]",
     "Sequence[int]": "int[]",
     "int | None": "int?",
+    "float | None": "float?",
     "torch.dtype": "ScalarType",
+    "torch.device": "Device",
 }
 
 
-def _schema_of(arguments: Any, returns: str) -> str:
-    """Return the schema of an op whose arguments are the fields of a dataclass."""
+def _type_of(annotation: str) -> str:
+    written = re.sub(r"\bT\b", "Tensor", annotation)  # of QuantizeArguments
+    return _TYPES.get(written, written)
+
+
+def _schema_of(arguments: Callable[..., Any], returns: str = "") -> str:
+    """Return the schema of an op with the arguments and results of a function, or the fields of a dataclass."""
+    signature = inspect.signature(arguments)
     written: list[str] = []
-    for field in dataclasses.fields(arguments):
-        if field.kw_only and "*" not in written:
+    for name, argument in signature.parameters.items():
+        if argument.kind is argument.KEYWORD_ONLY and "*" not in written:
             written.append("*")
-        text = f"{_TYPES.get(str(field.type), field.type)} {field.name}"
-        if (default := field.default) is not dataclasses.MISSING:
+        text = f"{_type_of(argument.annotation)} {name}"
+        if (default := argument.default) is not argument.empty:
             text += f"={json.dumps(default)}" if isinstance(default, str) else f"={[] if default == () else default}"
         written.append(text)
-    return f"({', '.join(written)}) -> {returns}"
+    return f"({', '.join(written)}) -> {returns or _type_of(signature.return_annotation)}"
 
 
 quantize = define(
@@ -217,68 +224,27 @@ scaled_grouped_mm = define(
     reference=hardware.scaled_grouped_mm,
     fake=_shape_of_scaled_grouped_mm,
 )
-grouped_mm = define(
-    "grouped_mm",
-    "(Tensor a, Tensor b, Tensor offs) -> Tensor",
-    reference=experts.grouped_mm,
-    fake=_shape_of_grouped_mm,
-    lowered=False,
-)
-dequantize = define(
-    "dequantize",
-    '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
-    " Tensor? global_scale_inv=None) -> Tensor",
-    reference=quantization.dequantize_data,
-    fake=_shape_of_dequantize,
-    contiguous=False,
-)
+grouped_mm = define("grouped_mm", reference=experts.grouped_mm, fake=_shape_of_grouped_mm, lowered=False)
+dequantize = define("dequantize", reference=quantization.dequantize_data, fake=_shape_of_dequantize, contiguous=False)
 stored_weight = define(
     "stored_weight",
-    '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
-    ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
     reference=quantization.stored_weight,
     fake=_shape_of_dequantize,
     contiguous=False,
 )
 random_seed = define(
     "random_seed",
-    "(Device device) -> Tensor",
     reference=random_bits.random_seed,
     fake=_shape_of_random_seed,
     lowered=False,
     contiguous=False,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-amax = define(
-    "amax",
-    "(Tensor x) -> Tensor",
-    reference=quantization.reducible_amax,
-    fake=_shape_of_amax,
-)
-scales = define(
-    "scales",
-    "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon) -> Tensor",
-    reference=quantization.scales_of_amax,
-    fake=_shape_of_scales,
-)
-columnwise = define(
-    "columnwise",
-    "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
-    reference=tiles.columnwise_copy,
-    fake=_shape_of_columnwise,
-)
-join = define(
-    "join",
-    "(Tensor[] parts) -> Tensor",
-    reference=tiles.joined_rows,
-    fake=_shape_of_join,
-)
-repeat_scales = define(
-    "repeat_scales",
-    "(Tensor scale_inv, int rows) -> Tensor",
-    reference=tiles.repeated_scales,
-    fake=_shape_of_repeat_scales,
-)
+amax = define("amax", reference=quantization.reducible_amax, fake=_shape_of_amax)
+scales = define("scales", reference=quantization.scales_of_amax, fake=_shape_of_scales)
+columnwise = define("columnwise", reference=tiles.columnwise_copy, fake=_shape_of_columnwise)
+join = define("join", reference=tiles.joined_rows, fake=_shape_of_join)
+repeat_scales = define("repeat_scales", reference=tiles.repeated_scales, fake=_shape_of_repeat_scales)
 
 
 class _Described:

@@ -21,9 +21,5 @@ def _shape_of_rotate(x: Tensor, _matrix: Tensor, _dim: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-hadamard_matrix = define(
-    "hadamard", "(Tensor like, int signs) -> Tensor", reference=transforms.hadamard, fake=_shape_of_hadamard
-)
-rotate = define(
-    "rotate", "(Tensor x, Tensor matrix, int dim) -> Tensor", reference=transforms.rotate, fake=_shape_of_rotate
-)
+hadamard_matrix = define("hadamard", reference=transforms.hadamard, fake=_shape_of_hadamard)
+rotate = define("rotate", reference=transforms.rotate, fake=_shape_of_rotate)

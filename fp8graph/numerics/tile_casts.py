@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import inductor
+from fp8graph.compat.ops import define_op
 from fp8graph.numerics import quantization
 from fp8graph.numerics.formats import SCALE, SCALE_INV
+from fp8graph.numerics.hints import LOGISTIC
 from fp8graph.numerics.scalings import QuantizeArguments
 from fp8graph.numerics.tiles import TRANSPOSED
 from fp8graph.recipes import FP8_MAX, Layout
@@ -25,16 +27,12 @@ T = TypeVar("T")
 SIZE: Final = 128
 
 
-def logistic(x: Tensor) -> Tensor:
-    return torch.ops.fp8graph_hints.logistic(x)
-
-
 def _swiglu(gate: Tensor, up: Tensor) -> list[Tensor]:
-    return [gate * logistic(gate) * up]
+    return [gate * LOGISTIC(gate) * up]
 
 
 def _swiglu_backward(gate: Tensor, dy: Tensor, up: Tensor) -> list[Tensor]:
-    sigmoid = logistic(gate)
+    sigmoid = LOGISTIC(gate)
     return [dy * up * sigmoid * (gate * (1 - sigmoid) + 1), dy * (gate * sigmoid)]
 
 
@@ -162,12 +160,11 @@ def _place(table: inductor.Described | None, row: int, column: int) -> int:
 
 
 _library: Final = torch.library.Library("fp8graph_tiles", "DEF")
-_library.define(
+CAST: Final = define_op(
+    _library,
     "cast(Tensor[] inputs, str function, ScalarType dtype, bool power_2_scale, float amax_epsilon, int[] block,"
     " int dim, bool both, bool keep_scales, str[] orders, int row) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    cast_in_tiles,
+    _fake,
 )
-_library.impl("cast", cast_in_tiles, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8graph_tiles::cast", _fake, lib=_library)
-CAST: Final = torch.ops.fp8graph_tiles.cast.default
 inductor.lower_to_launches(CAST, launches_of)

@@ -96,8 +96,7 @@ def attend_in_torch(
     queries, keys, values = (decoded[0], *(x.repeat_interleave(groups, 1) for x in decoded[1:]))
     scores = queries @ keys.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
+        scores = _without_later_keys(scores)
     result = (scores.softmax(-1) @ values).to(torch.bfloat16)
     order = sorted(range(q.ndim), key=lambda dim: -q.stride(dim))
     return result.permute(order).contiguous().permute([order.index(dim) for dim in range(q.ndim)])
@@ -197,10 +196,15 @@ def _probabilities(
     if mask is not None:
         scores = scores + mask.to(torch.float32)
     if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
+        scores = _without_later_keys(scores)
     sees_nothing = (scores == -math.inf).all(-1, keepdim=True)
     return factor, scores.softmax(-1).masked_fill(sees_nothing, 0.0)
+
+
+def _without_later_keys(scores: Tensor) -> Tensor:
+    """``scores`` [..., queries, keys], and -inf where a key comes after the query."""
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf)
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
@@ -248,17 +252,5 @@ scaled_attention = define(
     check=_check,
     contiguous=False,
 )
-rounded_attention = define(
-    "rounded_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
-    " bool power_2_scale, float amax_epsilon, str scaling) -> Tensor",
-    reference=attend_rounded,
-    fake=_shape_of_rounded,
-)
-rounded_attention_backward = define(
-    "rounded_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
-    " ScalarType grad_dtype, bool power_2_scale, float amax_epsilon, str scaling) -> Tensor[]",
-    reference=gradients_rounded,
-    fake=_shape_of_gradients,
-)
+rounded_attention = define("rounded_attention", reference=attend_rounded, fake=_shape_of_rounded)
+rounded_attention_backward = define("rounded_attention_backward", reference=gradients_rounded, fake=_shape_of_gradients)

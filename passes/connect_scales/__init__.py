@@ -96,26 +96,9 @@ def _shape_of_page(page: torch.Tensor, _amaxes: Sequence[torch.Tensor], *_settin
     return page.new_empty(page.shape)
 
 
-read_scales = define(
-    "read_scales",
-    "(Tensor page, bool copy) -> Tensor",
-    reference=history.read_scales,
-    fake=_shape_of_scales,
-    run=_read_scales,
-)
-initial_scales = define(
-    "initial_scales",
-    "(Tensor scales, Tensor[] parts, Tensor? offs, int row, float fp8_max, float margin) -> Tensor",
-    reference=history.initial_scales,
-    fake=_shape_of_one,
-    measures=True,
-)
-stage_amaxes = define(
-    "stage_amaxes",
-    "(Tensor page, Tensor[] amaxes) -> Tensor",
-    reference=history.staged_page,
-    fake=_shape_of_page,
-)
+read_scales = define("read_scales", reference=history.read_scales, fake=_shape_of_scales, run=_read_scales)
+initial_scales = define("initial_scales", reference=history.initial_scales, fake=_shape_of_one, measures=True)
+stage_amaxes = define("stage_amaxes", reference=history.staged_page, fake=_shape_of_page)
 update_page = define(
     "update_page",
     "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",

@@ -43,7 +43,6 @@ def _shape_of_parts(names: Sequence[str]) -> Callable[..., Any]:
 
 tensor_statistics = define(
     "tensor_statistics",
-    "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_tensor,
     fake=_shape_of_parts(TENSOR_PARTS),
     measures=True,
