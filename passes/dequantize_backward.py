@@ -45,7 +45,7 @@ Emit = Callable[..., fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Read:
+class FpropOperand:
     """An operand as fprop reads it: the arguments of ``fp8graph::dequantize`` but the dtype."""
 
     data: fx.Node  # rowwise
@@ -91,9 +91,9 @@ def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
     erase_unused(graph)
 
 
-def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[OperandName, Read]]:
+def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[OperandName, FpropOperand]]:
     """The operands of each fprop in FP8, by the position of its site."""
-    by_site: dict[int, dict[OperandName, Read]] = {}
+    by_site: dict[int, dict[OperandName, FpropOperand]] = {}
     for node in nodes(graph, (ops.scaled_mm, aten.mm.default, aten.bmm.default)):
         position, name = node.meta.get(GEMM_KEY, (0, ""))
         if name == "fprop":
@@ -103,27 +103,27 @@ def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[Operan
     return by_site
 
 
-def _of_scaled_mm(node: fx.Node) -> list[Read]:
+def _of_scaled_mm(node: fx.Node) -> list[FpropOperand]:
     given = named_arguments(node)
-    read: list[Read] = []
+    read: list[FpropOperand] = []
     for side in "ab":
         settings: dict[str, Any] = {"scaling": given["scaling"]} if given["scaling"] != "tensor" else {}
         if given[f"block_{side}"]:
             settings["block"] = given[f"block_{side}"]
         if given[f"global_scale_inv_{side}"] is not None:
             settings["global_scale_inv"] = given[f"global_scale_inv_{side}"]
-        read.append(Read(data=given[side], scale_inv=given[f"scale_inv_{side}"], settings=settings))
+        read.append(FpropOperand(data=given[side], scale_inv=given[f"scale_inv_{side}"], settings=settings))
     return read
 
 
-def _of_emulated(node: fx.Node) -> list[Read]:
+def _of_emulated(node: fx.Node) -> list[FpropOperand]:
     a, transposed = cast("tuple[fx.Node, fx.Node]", node.args)
     decoded = (a, transposed.all_input_nodes[0])
-    return [Read(data=x.args[0], scale_inv=x.args[1], settings=x.kwargs) for x in cast("Any", decoded)]
+    return [FpropOperand(data=x.args[0], scale_inv=x.args[1], settings=x.kwargs) for x in cast("Any", decoded)]
 
 
 def _replace(
-    gemm: Gemm, view: OperandView, argument: fx.Node, source: Read, made: dict[Any, fx.Node], emit: Emit
+    gemm: Gemm, view: OperandView, argument: fx.Node, source: FpropOperand, made: dict[Any, fx.Node], emit: Emit
 ) -> str | None:
     """Let ``gemm`` read the decoded numbers of ``source`` in place of ``argument``; the reason if it cannot."""
     wanted = value(argument)

@@ -60,8 +60,8 @@ def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
-    groups: dict[Any, list[Linear]] = {}
-    siblings: dict[Any, list[Linear]] = {}
+    groups: dict[Any, list[FusableSite]] = {}
+    siblings: dict[Any, list[FusableSite]] = {}
     for linear in linears_of(graph, compilation):
         siblings.setdefault((sibling_key(linear.site)[0], linear.x), []).append(linear)
         if not linear.refusal:
@@ -85,11 +85,11 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
         erase_unused(graph)
 
 
-def _dgrads(linears: Sequence[Linear]) -> list[fx.Node]:
+def _dgrads(linears: Sequence[FusableSite]) -> list[fx.Node]:
     return [linear.gemms["dgrad"] for linear in linears if "dgrad" in linear.gemms]
 
 
-def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation) -> Iterator[GemmName]:
+def _group(graph: fx.Graph, linears: Sequence[FusableSite], compilation: Compilation) -> Iterator[GemmName]:
     """Turn the first linear's nodes into those of the group. Yields the GEMMs that are now fused."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():
@@ -149,7 +149,7 @@ def _read_parts(readers: Sequence[fx.Node], sizes: Sequence[int], names: Sequenc
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Linear:
+class FusableSite:
     """A site whose GEMMs may be fused, with its scaled_mm nodes."""
 
     site: Site
@@ -175,34 +175,34 @@ def _source(gemm: fx.Node, side: str) -> fx.Node:
     return operand.all_input_nodes[0] if operand.target is getitem else operand
 
 
-def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
+def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[FusableSite]:
     multiplied: dict[int, dict[GemmName, fx.Node]] = {}
     for node in nodes(graph, (ops.scaled_mm,)):
         site, gemm = node.meta[GEMM_KEY]
         multiplied.setdefault(site, {})[gemm] = node
     for position, gemms in multiplied.items():
         site = compilation.sites[position]
-        own = Linear(site=site, gemms=gemms, size=0).quantized().values()
+        own = FusableSite(site=site, gemms=gemms, size=0).quantized().values()
         here = {q.target for q in own} == {ops.quantize}  # on this rank, not gathered from others
         if "fprop" not in gemms or site.op != "linear":
             continue
         if compilation.decisions[site.gemms[0].node].stored is not None:  # see fuse_stored_linears
             continue
         if not here:
-            yield Linear(site=site, gemms=gemms, size=0, refusal=_GATHERED)
+            yield FusableSite(site=site, gemms=gemms, size=0, refusal=_GATHERED)
             continue
         size = size_in_group(site, [QuantizeNode(q).arguments.block for q in own])
         users = dict.fromkeys(user for q in own for output in q.users for user in output.users)
         decoders = tuple(user for user in users if user.target is ops.dequantize)
         if _is_part_of_subclass(site.gemms[0].b.tensor):
-            yield Linear(site=site, gemms=gemms, size=0, refusal=_PART)
+            yield FusableSite(site=site, gemms=gemms, size=0, refusal=_PART)
         elif isinstance(size, str):
-            yield Linear(site=site, gemms=gemms, size=0, refusal=size)
+            yield FusableSite(site=site, gemms=gemms, size=0, refusal=size)
         elif {user for user in users if user not in decoders} <= set(gemms.values()):
-            yield Linear(site=site, gemms=gemms, size=size, decoders=decoders)
+            yield FusableSite(site=site, gemms=gemms, size=size, decoders=decoders)
         else:
             refusal = "another matmul reads its quantized weight or gradient, too (tied weights?)"
-            yield Linear(site=site, gemms=gemms, size=size, refusal=refusal)
+            yield FusableSite(site=site, gemms=gemms, size=size, refusal=refusal)
 
 
 def _is_part_of_subclass(weight: fx.Node) -> bool:
@@ -211,7 +211,7 @@ def _is_part_of_subclass(weight: fx.Node) -> bool:
     return aot.is_part_of_subclass(weight)
 
 
-def fusion_key(linear: Linear) -> dict[str, Any]:
+def fusion_key(linear: FusableSite) -> dict[str, Any]:
     """A key equal for linears that can be fused: module, input, and how each operand is quantized and multiplied."""
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
@@ -246,7 +246,7 @@ def fusion_key(linear: Linear) -> dict[str, Any]:
     }
 
 
-def why_not_fused(linear: Linear, siblings: Sequence[Linear]) -> str:
+def why_not_fused(linear: FusableSite, siblings: Sequence[FusableSite]) -> str:
     """The reason why a linear is not fused with the others that read its input."""
     own = fusion_key(linear)
     for other in siblings:

@@ -17,18 +17,18 @@ import torch
 
 import recorded
 from fp8graph import offline
-from fp8graph.offline.kernels import Compiled
+from fp8graph.offline.kernels import CompiledKernel
 from recorded import DIRECTIONS, EXPERTS, FILE, TORCH
 
 
-def best(configurations: Sequence[Compiled]) -> Compiled:
+def best(configurations: Sequence[CompiledKernel]) -> CompiledKernel:
     """No spills, then the widest stores to FP8 data, then the fewest instructions per element.
 
     Which one the autotuner takes only a GPU can say. Kernels of one loop differ in their tiles only, so that what all
     configurations have in common (a reduction in one piece) may be left out of the number of elements.
     """
 
-    def cost(compiled: Compiled) -> tuple[float, ...]:
+    def cost(compiled: CompiledKernel) -> tuple[float, ...]:
         values = {name: int(value) for name, value in (word.split("=") for word in compiled.configuration.split())}
         elements = math.prod(value for name, value in values.items() if "BLOCK" in name) / values["num_warps"]
         return compiled.spills, -(compiled.fp8_store or 0), compiled.instructions / elements

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8graph.backend.backend import Backend
-from fp8graph.backend.sharded import Piece, Quantized, Touched, cut_out, quantize_pieces, whole, why_gathered
+from fp8graph.backend.sharded import Piece, QuantizedPiece, Touched, cut_out, quantize_pieces, whole, why_gathered
 from fp8graph.compat import fsdp
 from fp8graph.compat.distributed import local, mesh_of
 from fp8graph.compat.fakes import wrapped_tensors
@@ -204,7 +204,7 @@ def _of_shards(
     owners: Sequence[_Owner | None],
     given: Mapping[fx.Node, Tensor],
     wanted: Sequence[bool],
-) -> Iterator[Quantized | None]:
+) -> Iterator[QuantizedPiece | None]:
     """Yield the parts of a weight whose parameters are spread over ranks.
 
     Args:
@@ -235,13 +235,13 @@ def _facts(
 
 def _fakes(
     weight: WeightGraph, arguments: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None]
-) -> Iterator[Quantized | None]:
+) -> Iterator[QuantizedPiece | None]:
     dtype, packed = weight.made_outputs()["rowwise"].dtype, SCALINGS[arguments.scaling].packed
     for owner in owners:
         if owner is not None:
             *leading, columns = owner.parameter.shape
             data = torch.empty((*leading, columns // packed), dtype=dtype, device="meta")
-            yield Quantized(data=data, scale_inv=data.new_empty(()), global_scale_inv=None)
+            yield QuantizedPiece(data=data, scale_inv=data.new_empty(()), global_scale_inv=None)
         else:
             yield None
 

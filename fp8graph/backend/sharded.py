@@ -93,7 +93,7 @@ class Touched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantized:
+class QuantizedPiece:
     """One piece, quantized; where it is sharded, ``data`` and ``scale_inv`` are DTensors, else whole.
 
     ``touched``: given, if ``scale_inv`` has the scales of this rank alone.
@@ -116,7 +116,7 @@ def whole(x: Tensor) -> Tensor:
 
 def quantize_pieces(
     arguments: QuantizeArguments[Any], pieces: Sequence[Piece], wanted: Sequence[bool]
-) -> Iterator[Quantized | None]:
+) -> Iterator[QuantizedPiece | None]:
     """Yield the pieces of a weight, rowwise, as they are when all of it is quantized; None for pieces not wanted.
 
     All ranks iterate.
@@ -141,7 +141,7 @@ def quantize_pieces(
 
 def cut_out(
     made: Mapping[str, Tensor], arguments: QuantizeArguments[Any], shapes: Iterable[Sequence[int]]
-) -> Iterator[Quantized]:
+) -> Iterator[QuantizedPiece]:
     """Yield the parts of these shapes, without padding, of the weight that they form together."""
     kind, first = SCALINGS[arguments.scaling], 0
     scales = made["scale_inv"] if "scale_inv" in made else made[_SCALES]
@@ -158,7 +158,7 @@ def cut_out(
         if (grid := kind.scale_shape(rows, columns, arguments.block)) is not None:
             start = first * grid[0] // rows
             scale_inv = scales[..., start : start + grid[0], : grid[1]]
-        yield Quantized(
+        yield QuantizedPiece(
             data=made["rowwise"][..., first : first + rows, : columns // kind.packed].contiguous(),
             scale_inv=scale_inv.contiguous(),
             global_scale_inv=made.get("rowwise_global_scale_inv"),
@@ -227,7 +227,7 @@ def _cut(arguments: QuantizeArguments[Any], piece: Piece) -> tuple[bool, bool]:
     return piece.cut(0, height), piece.cut(1, width)
 
 
-def _piece(arguments: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> Quantized:
+def _piece(arguments: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> QuantizedPiece:
     """One piece, which is quantized shard by shard.
 
     Args:
@@ -284,7 +284,7 @@ def _piece(arguments: QuantizeArguments[Any], piece: Piece, amax: Tensor | None)
     else:
         own = made[_SCALES][..., : -(-rows // height), : (-(-columns // width) if kind.tiled else 1)]
         scale_inv = piece.spread(own, (*piece.shape[:-2], *grid))
-    return Quantized(
+    return QuantizedPiece(
         data=piece.spread(data, shape),
         scale_inv=scale_inv,
         global_scale_inv=global_scale_inv,

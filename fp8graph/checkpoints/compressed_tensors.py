@@ -76,7 +76,7 @@ _FORMATS: Final = ("float-quantized", "naive-quantized", "mxfp8-quantized", "nvf
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ConfigGroup:
     """The layers that one scheme quantizes. ``targets``: full names, "re:" and a pattern, or classes like "Linear"."""
 
     stored: LayerFormat
@@ -93,7 +93,7 @@ class CompressedTensors(Quantization):
     method: ClassVar[str] = "compressed-tensors"
     spellings: ClassVar[tuple[Suffixes, ...]] = (_STATIC, _FP4_LOCAL)
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ConfigGroup, ...] = ()
     ignored: tuple[str, ...] = ()
     kv_cache_scheme: Table | None = field(default=None, compare=False)
     where: str = field(default="quantization_config", compare=False)
@@ -132,14 +132,14 @@ class CompressedTensors(Quantization):
         by_format: dict[LayerFormat, list[str]] = {}
         for layer, stored in layers.items():
             by_format.setdefault(stored, []).append(layer)
-        groups: list[Group] = []
+        groups: list[ConfigGroup] = []
         for stored, names in by_format.items():
             preset = next((name for name in PRESETS if layer_format(name) == stored), None)
             if preset is None:
                 raise CheckpointError(f"{cls.title} has no form for {stored.scheme}: it has {', '.join(PRESETS)}.")
             targets = ("Linear",) if len(by_format) == 1 else tuple(names)
             weights, inputs = PRESETS[preset]
-            groups.append(Group(stored=stored, targets=targets, weights=weights, inputs=inputs))
+            groups.append(ConfigGroup(stored=stored, targets=targets, weights=weights, inputs=inputs))
         return cls(groups=tuple(groups), ignored=tuple(ignore))
 
     @classmethod
@@ -201,19 +201,19 @@ def layer_format(preset: str) -> LayerFormat:
     return _stored(weights, inputs, preset)
 
 
-def _group(name: str, group: object, where: str) -> Group:
+def _group(name: str, group: object, where: str) -> ConfigGroup:
     if is_names(group):  # the name of a preset, and its targets
         weights, inputs = PRESETS.get(name.upper(), (None, None))
         if weights is None:
             raise CheckpointError(f"{where}: {name!r} is not a known preset: {', '.join(PRESETS)}.")
-        return Group(stored=layer_format(name), targets=tuple(group), weights=weights, inputs=inputs)  # pyright: ignore
+        return ConfigGroup(stored=layer_format(name), targets=tuple(group), weights=weights, inputs=inputs)  # pyright: ignore
     fields = Fields(group, f"{where}.{name}")
     fields.empty("output_activations")
     fields.one_of("format", [None, *_FORMATS])
     weights, inputs = fields.take("weights"), fields.take("input_activations")
     targets = fields.names("targets")
     fields.end()
-    return Group(stored=_stored(weights, inputs, fields.where), targets=targets, weights=weights, inputs=inputs)
+    return ConfigGroup(stored=_stored(weights, inputs, fields.where), targets=targets, weights=weights, inputs=inputs)
 
 
 def _stored(weights: object, inputs: object, where: str) -> LayerFormat:

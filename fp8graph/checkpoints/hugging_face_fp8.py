@@ -36,8 +36,8 @@ from fp8graph.checkpoints.layer_format import (
     Activation,
     Kind,
     LayerFormat,
-    Part,
     Quantization,
+    ScalesOfExpert,
     Suffixes,
 )
 from fp8graph.errors import CheckpointError
@@ -235,7 +235,7 @@ class HuggingFaceMXFP8(HuggingFaceFP8):
         return {("mxfp8", _MX): cls().linear(), EMBEDDING: _TABLE}
 
 
-def _among_experts(layer: str) -> Part | None:
+def _among_experts(layer: str) -> ScalesOfExpert | None:
     """The place of one expert's scales among those of all; None for another layer."""
     match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
     if match is None:
@@ -243,7 +243,7 @@ def _among_experts(layer: str) -> Part | None:
     experts, expert, which = match.groups()
     fused = "down_proj" if which == "down" else "gate_up_proj"
     half = {"gate": 0, "up": 1, "down": None}[which]
-    return Part(tensor=f"{experts}.{fused}{_EXPERTS.scale}", expert=int(expert), half=half)
+    return ScalesOfExpert(tensor=f"{experts}.{fused}{_EXPERTS.scale}", expert=int(expert), half=half)
 
 
 class Skipped:

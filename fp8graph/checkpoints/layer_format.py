@@ -115,7 +115,7 @@ class Activation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ScalesOfExpert:
     """The scales of one expert among those of all experts, [experts, tiles, tiles].
 
     ``half``: of gate_up_proj, whose tiles of gate_proj come first; None: all of them.
@@ -155,7 +155,7 @@ class LayerFormat:
     divides: bool = False
     activation: Activation | None = None
     least_rows: int = 1  # of scales, even for a weight of fewer rows than a tile
-    part: Part | None = None
+    part: ScalesOfExpert | None = None
 
     @property
     def data_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -27,7 +27,7 @@ _INSTRUCTION: Final = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledKernel:
     """One kernel in one configuration of its tile, compiled for one target."""
 
     configuration: str  #: like "XBLOCK=1 R0_BLOCK=2048 num_warps=8 num_stages=1"
@@ -60,7 +60,7 @@ class KernelRecord:
     target: str = ""  #: the GPU, like "sm_90"
 
     @property
-    def compiled(self) -> Compiled | None:
+    def compiled(self) -> CompiledKernel | None:
         """The kernel compiled in the first configuration that Inductor would try; None for a library call."""
         return _first(self.source, self.target) if self.source else None
 
@@ -83,11 +83,11 @@ class KernelRecord:
 
 
 @functools.cache
-def _first(source: str, target: str) -> Compiled:
+def _first(source: str, target: str) -> CompiledKernel:
     return compile_kernel(source, target, configuration="first")[0]
 
 
-def compile_kernel(source: str, target: str, *, configuration: str = "all") -> list[Compiled]:
+def compile_kernel(source: str, target: str, *, configuration: str = "all") -> list[CompiledKernel]:
     """Compile a generated kernel for ``target``.
 
     Args:
@@ -147,7 +147,7 @@ def text_of(configuration: Any) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, configuration: str) -> Compiled:
+def _read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, configuration: str) -> CompiledKernel:
     """Disassemble ``cubin``.
 
     Args:
@@ -165,7 +165,7 @@ def _read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, conf
     instructions = [name for name in _INSTRUCTION.findall(code) if name != "NOP"]
     if usage is None or not instructions:
         raise Fp8GraphError(f"cuobjdump does not list the resources of a kernel: {resources}{code[:500]}")
-    return Compiled(
+    return CompiledKernel(
         configuration=configuration,
         registers=int(usage[1]),
         spills=int(usage[2]),

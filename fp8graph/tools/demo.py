@@ -51,7 +51,7 @@ DTYPES: Final[Mapping[Dtype, torch.dtype]] = {"bf16": torch.bfloat16, "FP32": to
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrainingRun:
     """One training run: the model, what was compiled of it, its times and its losses."""
 
     name: str
@@ -128,7 +128,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> Run:
+def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> TrainingRun:
     """Compile ``model`` through ``torch.compile(backend=backend)``, and time a few steps that change no weight."""
     compiled = torch.compile(model, backend=backend)
     compile_seconds = _seconds(lambda: _gradients(compiled, tokens))
@@ -136,7 +136,7 @@ def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> Run:
     step_seconds = [_seconds(lambda: _step(compiled, optimizer, tokens))]
     while len(step_seconds) < 3 and sum(step_seconds) < PROBE_SECONDS:
         step_seconds.append(_seconds(lambda: _step(compiled, optimizer, tokens)))
-    return Run(
+    return TrainingRun(
         name=name,
         model=model,
         compiled=compiled,
@@ -154,7 +154,7 @@ def _step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens
 
 
 def train(
-    runs: Sequence[Run],
+    runs: Sequence[TrainingRun],
     data: Sequence[Tensor],
     advance: Callable[[str, int], None],
     choose: Callable[[int, float], int],
@@ -250,7 +250,7 @@ def verdict(plain: Sequence[float], fp8: Sequence[float]) -> tuple[float, bool]:
     return difference, abs(difference) <= TOLERANCE
 
 
-def plot_png(plain: Run, fp8: Run, path: Path) -> None:
+def plot_png(plain: TrainingRun, fp8: TrainingRun, path: Path) -> None:
     """Both loss curves in one picture."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -265,7 +265,7 @@ def plot_png(plain: Run, fp8: Run, path: Path) -> None:
     pyplot.close(figure)
 
 
-def plot_terminal(plain: Run, fp8: Run, width: int) -> str:
+def plot_terminal(plain: TrainingRun, fp8: TrainingRun, width: int) -> str:
     """Both loss curves as text."""
     plotext.clear_figure()
     plotext.theme("clear")

@@ -25,7 +25,7 @@ SUPPORTED_TORCH: Final = ("2.11", "2.15")  # the oldest and the newest that pypr
 
 
 @dataclass(frozen=True)
-class Run:
+class TriedVersions:
     """One combination of versions."""
 
     torch: str
@@ -38,13 +38,13 @@ class Run:
 
 
 RUNS: Final = (
-    Run("2.13.0", "3.11", "5.24.0", all_fast_tests=True),
-    Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True),
-    Run("2.13.0", "3.13", "5.23.0", all_fast_tests=False),
-    Run("2.13.0", "3.12", "5.23.0", all_fast_tests=False),
-    Run("2.11.0", "3.11", "5.23.0", all_fast_tests=True),
-    Run("2.14.1", "3.11", "5.24.0", all_fast_tests=True),
-    Run("2.15.0", "3.12", "5.24.0", all_fast_tests=True),
+    TriedVersions("2.13.0", "3.11", "5.24.0", all_fast_tests=True),
+    TriedVersions("2.13.0", "3.11", "5.23.0", all_fast_tests=True),
+    TriedVersions("2.13.0", "3.13", "5.23.0", all_fast_tests=False),
+    TriedVersions("2.13.0", "3.12", "5.23.0", all_fast_tests=False),
+    TriedVersions("2.11.0", "3.11", "5.23.0", all_fast_tests=True),
+    TriedVersions("2.14.1", "3.11", "5.24.0", all_fast_tests=True),
+    TriedVersions("2.15.0", "3.12", "5.24.0", all_fast_tests=True),
 )
 
 # libraries that train models, by their distributions, and the versions whose own code the tests ran

@@ -30,7 +30,7 @@ _MOST_ROWS: Final = 1 << 27  # of a model: a GiB of their numbers. The largest p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MatrixRows:
     """Rows of one matrix of a parameter, which a checkpoint stores as the weight of ``layer``."""
 
     layer: str
@@ -38,7 +38,7 @@ class Part:
     expert: int | None  # of a parameter [experts, N, K]
 
 
-def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Part]]:
+def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[MatrixRows]]:
     """The linears as which the parameters of these names and shapes ([N, K] or [experts, N, K]) are stored.
 
     A parameter that is not stored as linears, or not alone, is left out.
@@ -48,7 +48,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
         rows = torch.arange(torch.Size(shape[:-1]).numel()).reshape(*shape[:-1], 1)
         numbered[name] = rows + (source << _SHIFT)
     names = list(shapes)
-    by_name: dict[str, list[Part]] = {name: [] for name in names}
+    by_name: dict[str, list[MatrixRows]] = {name: [] for name in names}
     unknown: set[str] = set()
     for name, tensor in as_saved(model, numbered).items():
         sources, rows = (tensor.flatten() >> _SHIFT).unique().tolist(), tensor.flatten() % (1 << _SHIFT)
@@ -58,7 +58,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
             unknown.update(names[other] for other in sources)
             continue
         expert = int(matrices[0]) if len(shapes[source]) == 3 else None
-        part = Part(layer=name.removesuffix(".weight"), rows=rows % shapes[source][-2], expert=expert)
+        part = MatrixRows(layer=name.removesuffix(".weight"), rows=rows % shapes[source][-2], expert=expert)
         by_name[source].append(part)
     return {name: parts for name, parts in by_name.items() if name not in unknown and parts}
 
@@ -77,7 +77,7 @@ def saved_layers(model: nn.Module) -> dict[str, list[str]]:
     return {name: [part.layer for part in parts] for name, parts in saved_parts(model, shapes).items()}
 
 
-def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list[Part] | None:
+def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list[MatrixRows] | None:
     """The name under which a tensor is saved as it is, or the rows that are saved apart; None: in other pieces."""
     tensor = torch.empty(shape, device="meta")
     made = as_saved(model, {name: tensor})
@@ -98,7 +98,7 @@ def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list
     return [sorted(group, key=names.index) for name, group in groups.items() if name == min(group, key=names.index)]
 
 
-def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
+def why_not(weight: Multiplied, parts: Sequence[MatrixRows]) -> str | None:
     """The reason why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
     rows, height = weight.data.shape[-2], _tile_rows(weight)
     for part in parts:
@@ -109,7 +109,7 @@ def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
     return None
 
 
-def cut(weight: Multiplied, parts: Sequence[Part]) -> Iterator[tuple[str, Multiplied]]:
+def cut(weight: Multiplied, parts: Sequence[MatrixRows]) -> Iterator[tuple[str, Multiplied]]:
     """``weight`` as the linears that a checkpoint stores, each with the name of its layer."""
     for part in parts:
         data, scales, whole = weight.data, weight.scale_inv, weight.global_scale_inv
@@ -124,7 +124,7 @@ def cut(weight: Multiplied, parts: Sequence[Part]) -> Iterator[tuple[str, Multip
         yield part.layer, dataclasses.replace(weight, data=data, scale_inv=scales, global_scale_inv=whole)
 
 
-def scale_rows_of(weight: Multiplied, part: Part) -> Tensor:
+def scale_rows_of(weight: Multiplied, part: MatrixRows) -> Tensor:
     """The rows of tiles of a matrix of ``weight`` that are those of ``part``."""
     height = _tile_rows(weight)
     return part.rows[::height] // height

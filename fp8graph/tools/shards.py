@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8graph.backend.multiplied import Multiplied
 from fp8graph.checkpoints import LayerFormat
 from fp8graph.compat.distributed import local, mesh_of, offset_of, spread_as
-from fp8graph.tools.forms import Part, as_stored, cut, scale_rows_of, selected
+from fp8graph.tools.forms import MatrixRows, as_stored, cut, scale_rows_of, selected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,9 @@ def whole_shard(name: str, tensor: Tensor) -> TensorShard:
     return TensorShard(name=name, tensor=tensor, offsets=torch.Size((0,) * tensor.ndim), shape=tensor.shape)
 
 
-def shards_of_weight(weight: Multiplied, part: Part, stored: LayerFormat, amax: Tensor | None) -> Iterator[TensorShard]:
+def shards_of_weight(
+    weight: Multiplied, part: MatrixRows, stored: LayerFormat, amax: Tensor | None
+) -> Iterator[TensorShard]:
     """The tensors of one layer, of which this rank has the numbers that ``weight`` has.
 
     Args:
@@ -73,7 +75,7 @@ def shards_of_weight(weight: Multiplied, part: Part, stored: LayerFormat, amax: 
             yield whole_shard(name, tensor)
 
 
-def shards_of_rows(name: str, tensor: Tensor, part: Part | None) -> Iterator[TensorShard]:
+def shards_of_rows(name: str, tensor: Tensor, part: MatrixRows | None) -> Iterator[TensorShard]:
     """The numbers of a DTensor that this rank has, or of the part that a checkpoint stores as ``name``."""
     region: _Region | None = _Region(local(tensor), offset_of(tensor))
     shape, same = tensor.shape, part is None or _is_all(part, tensor)
@@ -82,7 +84,7 @@ def shards_of_rows(name: str, tensor: Tensor, part: Part | None) -> Iterator[Ten
     yield from _placed(name, region, shape, tensor if same else None)
 
 
-def why_scattered(tensor: Tensor, parts: Sequence[Part]) -> str | None:
+def why_scattered(tensor: Tensor, parts: Sequence[MatrixRows]) -> str | None:
     """The reason why this rank's rows of a DTensor do not lie together in ``parts``; None if they do."""
     first, rows = offset_of(tensor)[-2], local(tensor).shape[-2]
     for part in parts:
@@ -92,7 +94,9 @@ def why_scattered(tensor: Tensor, parts: Sequence[Part]) -> str | None:
     return None
 
 
-def _scales(name: str, shape: torch.Size, weight: Multiplied, part: Part, stored: LayerFormat) -> Iterator[TensorShard]:
+def _scales(
+    name: str, shape: torch.Size, weight: Multiplied, part: MatrixRows, stored: LayerFormat
+) -> Iterator[TensorShard]:
     """The scales, in a tensor of ``shape``."""
     given = weight.scale_inv
     at = offset_of(given) if weight.touched is None else weight.touched.offset
@@ -154,7 +158,7 @@ def _in_dims(region: _Region, dims: int) -> _Region:
     return _Region(region.numbers.reshape(shape), tuple(offset))
 
 
-def _is_all(part: Part, tensor: Tensor) -> bool:
+def _is_all(part: MatrixRows, tensor: Tensor) -> bool:
     """Whether ``part`` is the matrix as it is."""
     rows = tensor.shape[-2]
     return part.expert is None and len(part.rows) == rows and torch.equal(part.rows, torch.arange(rows))

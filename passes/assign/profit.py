@@ -41,7 +41,7 @@ class Quantized:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class Fp8Gemm:
     """One GEMM ``[m, k] @ [k, n]`` as it runs in FP8, and the layouts that it reads."""
 
     m: int
@@ -56,7 +56,7 @@ class Choice:
 
     gemms: tuple[Any, ...]  # whose they are, for the caller
     before: tuple[tuple[int, int, int], ...]  # m, n and k of each GEMM in high precision
-    products: tuple[Product, ...]  # the GEMMs that they become in FP8: as many, or a fused one
+    products: tuple[Fp8Gemm, ...]  # the GEMMs that they become in FP8: as many, or a fused one
     dtype: torch.dtype
     scaling: Scaling
     speed: Speed | None  # of their device; None: they run in FP8 at any cost
@@ -86,7 +86,7 @@ class Uses:
         for quantized, layout in (read for c in choices for product in c.products for read in product.reads):
             self._layouts.setdefault(quantized.key, []).append(layout)
 
-    def operands(self, product: Product) -> tuple[Operand, ...]:
+    def operands(self, product: Fp8Gemm) -> tuple[Operand, ...]:
         return tuple(self.operand(quantized) for quantized, _ in product.reads)
 
     def operand(self, quantized: Quantized) -> Operand:
@@ -178,7 +178,7 @@ def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation)
 def _single(gemm: Gemm, compilation: Compilation) -> Choice:
     m, n, k = sizes(gemm)
     reads = _reads([[gemm.a], [gemm.b]], gemm, compilation)
-    product = Product(m=m, n=n, k=k, reads=reads)
+    product = Fp8Gemm(m=m, n=n, k=k, reads=reads)
     return _choice([gemm], [product], compilation)
 
 
@@ -189,7 +189,7 @@ def _joint(name: GemmName, family: Sequence[_Planned], compilation: Compilation)
     reads = _reads([views[:1] if views[0].operand == "input" else views for views in sides], gemms[0], compilation)
     parts = [sizes(gemm) for gemm in gemms]
     if name == "fprop" and not can_be_slices([gemm.node for gemm in gemms]):
-        return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads) for m, n, k in parts], compilation)
+        return _choice(gemms, [Fp8Gemm(m=m, n=n, k=k, reads=reads) for m, n, k in parts], compilation)
     m, n, k = parts[0]
     if name == "fprop":
         n = sum(n for _, n, _ in parts)
@@ -199,10 +199,10 @@ def _joint(name: GemmName, family: Sequence[_Planned], compilation: Compilation)
         m = sum(m for m, *_ in parts)
     else:
         n = sum(n for _, n, _ in parts)
-    return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads)], compilation)
+    return _choice(gemms, [Fp8Gemm(m=m, n=n, k=k, reads=reads)], compilation)
 
 
-def _choice(gemms: Sequence[Gemm], products: Sequence[Product], compilation: Compilation) -> Choice:
+def _choice(gemms: Sequence[Gemm], products: Sequence[Fp8Gemm], compilation: Compilation) -> Choice:
     first = gemms[0]
     recipe = _recipe(first, compilation)
     assert recipe is not None

@@ -103,7 +103,7 @@ def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None
     (node,) = attention.forward
     emit, sizes = functools.partial(_emit, like=node), attention.sizes
     matrix = emit(transforms.hadamard_matrix, attention.reads[0].argument, HADAMARD_SIGNS) if rotates else None
-    made, own = dict[Any, QuantizedTensor](), list[QuantizedTensor]()
+    made, own = dict[Any, AttentionOperand](), list[AttentionOperand]()
     for read in attention.reads:
         rotation = (matrix, 3) if matrix is not None and read.operand in _ROTATED else None
         if (key := (read.argument, rotation)) not in made:
@@ -123,7 +123,7 @@ def _emulate(
     attention: Attention, reads: Iterable[Read], quantizer: Quantizer, of_gradients: Quantizer, rotates: bool
 ) -> None:
     """Let the ops read decoded numbers."""
-    made, matrix = dict[Any, QuantizedTensor](), None
+    made, matrix = dict[Any, AttentionOperand](), None
     for read in reads:
         tensor, flipped = look_through_transposes(argument := read.argument)
         key = value_key(tensor), rotates and read.operand in _ROTATED
@@ -213,7 +213,7 @@ def _update(node: fx.Node) -> None:
 
 
 @dataclass(kw_only=True)
-class QuantizedTensor:
+class AttentionOperand:
     """q, k or v in FP8, with one scale, or one per head of k and v; or another operand of attention."""
 
     tensor: fx.Node
@@ -258,7 +258,7 @@ def quantized_tensor(
     quantizer: Quantizer,
     emit: Emit,
     rotation: tuple[fx.Node, int] | None = None,
-) -> QuantizedTensor:
+) -> AttentionOperand:
     """``tensor`` as ``quantizer`` quantizes it. ``emit``: inserts a node.
 
     ``rotation``: the matrix that transforms it before, and the dim along which it does.
@@ -279,7 +279,7 @@ def quantized_tensor(
     data, scale_inv = (
         emit(getitem, outputs, i, name=f"{operand}_{output}") for i, output in enumerate(("data", "scale_inv"))
     )
-    return QuantizedTensor(
+    return AttentionOperand(
         tensor=tensor, quantizer=quantizer, order=order, per_head=per_head, data=data, scale_inv=scale_inv
     )
 

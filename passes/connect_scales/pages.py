@@ -30,7 +30,7 @@ from fp8graph.runtime.staleness import optimizer_steps, signature
 
 
 @dataclass(eq=False)
-class Owner:
+class RowOwner:
     """A parameter as the owner of rows. Unlike an id, it is never that of another parameter."""
 
     keys: list[RowKey] = field(default_factory=list["RowKey"])  # of its rows
@@ -40,14 +40,14 @@ class Owner:
 class RowKey:
     """The identity of a row: a tensor of a layer under a recipe. ``owner``: of the layer's weight."""
 
-    owner: Owner
+    owner: RowOwner
     site: str | None  # module of a matmul without a weight ("" at the root), whose owner only says which model it is in
     use: int
     operand: OperandName
     recipe: DelayedScaling  # under which it is recorded: a tensor may have several rows at once
 
     @property
-    def of_tensor(self) -> tuple[Owner, str | None, int, OperandName]:
+    def of_tensor(self) -> tuple[RowOwner, str | None, int, OperandName]:
         """The part that is the same for all rows of one tensor."""
         return self.owner, self.site, self.use, self.operand
 

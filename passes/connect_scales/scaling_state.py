@@ -30,10 +30,10 @@ from fp8graph.passes.connect_scales import JoinsReduction, PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
     GraphPages,
-    Owner,
     Page,
     Row,
     RowKey,
+    RowOwner,
     as_first,
     keep_scales,
     row_name,
@@ -62,8 +62,8 @@ class ScalingState(KeptScales):
         self._epoch = services.epoch  # it is advanced when graphs have to look for their pages again
         self.ranks = services.groups  # of the present call
         self._steps, self._names, self._policies = services.steps, services.names, services.policies
-        self._owners = ParameterTable[Owner](self._gone)
-        self._nobody = Owner()  # of the rows of models without parameters
+        self._owners = ParameterTable[RowOwner](self._gone)
+        self._nobody = RowOwner()  # of the rows of models without parameters
         self._rows: dict[RowKey, Row] = {}
         self._successors, self._phases = Successors(), Phases(services.policies)
         self._loaded = LoadedRows()
@@ -84,7 +84,7 @@ class ScalingState(KeptScales):
     def of(cls, services: Services) -> ScalingState:
         return cls(services)
 
-    def _gone(self, owner: Owner) -> None:
+    def _gone(self, owner: RowOwner) -> None:
         # several ranks drop layers at their next look-up: all at the same time, whenever memory is freed
         if not self._reductions:
             self._forget_rows(owner)
@@ -403,7 +403,7 @@ class ScalingState(KeptScales):
         parameter = args[row.parameter] if row.parameter is not None else anchor
         owner = self._nobody
         if parameter is not None:
-            owner = self._owners.of(parameter) or self._owners.set(parameter, Owner())
+            owner = self._owners.of(parameter) or self._owners.set(parameter, RowOwner())
         recipe, site = cast(DelayedScaling, row.recipe), row.fqn if row.parameter is None else None
         return RowKey(owner=owner, site=site, use=row.use, operand=row.operand, recipe=recipe)
 
@@ -437,7 +437,7 @@ class ScalingState(KeptScales):
         row = self.row(owner, "input", extra_input.recipe)
         return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None
 
-    def _forget_rows(self, owner: Owner) -> None:
+    def _forget_rows(self, owner: RowOwner) -> None:
         for key in owner.keys:
             self._rows.pop(key, None)
             self._successors.drop(key)

@@ -59,7 +59,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class PolicySite:
     """One site as the current policy sees it. Plain data, so that ranks can send it to each other."""
 
     fqn: str
@@ -99,7 +99,7 @@ _ORDER: Final = ("cur_amax", "underflows%", "saturated%", "sqnr")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding(Crossing):
+class GuardFinding(Crossing):
     """A tensor that crossed a bound, and the rule that would help."""
 
     rule: Rule | None  #: to put before the others of the policy
@@ -126,7 +126,7 @@ class Finding(Crossing):
         )
 
 
-def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping[str, Site]) -> list[Crossing]:
+def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping[str, PolicySite]) -> list[Crossing]:
     """The tensors that cross a bound, in an order that does not depend on that of the records."""
     values: dict[tuple[int, str, str, str], dict[str, dict[str, float]]] = {}  #: ... -> layout -> statistics
     for r in records:
@@ -176,7 +176,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
 
 
 def _readers(
-    operand: OperandName, bad: Iterable[Layout], made: Iterable[str], recipe: str, site: Site | None
+    operand: OperandName, bad: Iterable[Layout], made: Iterable[str], recipe: str, site: PolicySite | None
 ) -> tuple[GemmName, ...]:
     """The GEMMs that read the bad copies."""
     gemms: list[GemmName] = [gemm for gemm in GEMMS if operand in GEMM_OPERANDS[gemm]]
@@ -200,8 +200,8 @@ def _layout(gemm: GemmName, operand: OperandName) -> Layout:
 
 
 def proposed(
-    crossing: Crossing, site: Site | None, fallbacks: Sequence[RecipeLike], earlier: dict[GemmName, Any]
-) -> Finding:
+    crossing: Crossing, site: PolicySite | None, fallbacks: Sequence[RecipeLike], earlier: dict[GemmName, Any]
+) -> GuardFinding:
     """The finding, with the rule that would help.
 
     Args:
@@ -230,7 +230,7 @@ def proposed(
         else:
             earlier |= changes
             rule = _rule(site, earlier)
-    return Finding(**dataclasses.asdict(crossing), rule=rule, reason=reason)
+    return GuardFinding(**dataclasses.asdict(crossing), rule=rule, reason=reason)
 
 
 def _is_named(plain: Any, name: str) -> bool:
@@ -247,7 +247,7 @@ def _fallback(measured: str, now: Any, fallbacks: Sequence[RecipeLike]) -> Any:
     return (HIGH_PRECISION if rest[0] is None else rest[0]) if rest else None
 
 
-def _rule(site: Site, changes: Mapping[GemmName, Any]) -> Rule:
+def _rule(site: PolicySite, changes: Mapping[GemmName, Any]) -> Rule:
     """The rule that gives a site its current recipes, but for ``changes``."""
     recipes = {**site.recipes, **changes}
     rest = [recipes[gemm] for gemm in GEMMS if gemm not in changes]

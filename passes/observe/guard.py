@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError, Fp8GraphError, UnsupportedRecipeError
-from fp8graph.passes.observe.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
+from fp8graph.passes.observe.findings import NEEDED, Bounds, Crossing, GuardFinding, PolicySite, crossings, proposed
 from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.passes.observe.statistics import DueSteps, Graph, Layers, Watched, records
@@ -186,8 +186,8 @@ class Guard:
     observation: Observation = field(repr=False)
     schedule: Schedule = field(repr=False)
     layers: Layers = field(repr=False)
-    sites: Callable[[], Mapping[str, Site]] = field(repr=False)
-    findings: list[Finding] = field(default_factory=list[Finding])
+    sites: Callable[[], Mapping[str, PolicySite]] = field(repr=False)
+    findings: list[GuardFinding] = field(default_factory=list[GuardFinding])
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -245,9 +245,9 @@ class Guard:
             own = sorted((entry for each in everywhere for entry in each), key=lambda entry: entry[0].order)
         self._tell(own)
 
-    def _tell(self, pairs: Sequence[tuple[Crossing, Site | None]]) -> None:
+    def _tell(self, pairs: Sequence[tuple[Crossing, PolicySite | None]]) -> None:
         rules: dict[tuple[str, str], tuple[Rule, str]] = {}
-        new: list[Finding] = []
+        new: list[GuardFinding] = []
         for crossing, site in pairs:
             if crossing.keys <= self._finding_keys:
                 continue
@@ -268,7 +268,7 @@ class Guard:
                 _log.warning("%s. The rule is applied from now on.", text)
 
 
-def report_text(finding: Finding) -> str:
+def report_text(finding: GuardFinding) -> str:
     """The change that a rule made, and its reason: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
     assert finding.rule is not None
     changed: dict[str, list[str]] = {}
@@ -279,9 +279,9 @@ def report_text(finding: Finding) -> str:
     return f"{', '.join(parts)}: {finding.words}"
 
 
-def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, Site]:
+def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, PolicySite]:
     """The sites of all graphs by name, as the current policy sees them."""
-    sites: dict[str, Site] = {}
+    sites: dict[str, PolicySite] = {}
     for graph in graphs:
         policy, identity = policies.of(graph.families)
         for view in graph.views:
@@ -289,7 +289,7 @@ def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, Site]:
                 if (site := sites.get(record.name)) is None:
                     resolution = policy.resolve(record.fqn, record.op)
                     recipes, obstacle = _plain(resolution.recipes)
-                    site = sites[record.name] = Site(
+                    site = sites[record.name] = PolicySite(
                         fqn=record.fqn,
                         op=record.op,
                         by_user=resolution.by_user,

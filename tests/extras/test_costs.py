@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fp8graph import hardware
-from fp8graph.extras.planning.scoring import Measured, seconds
+from fp8graph.extras.planning.scoring import GemmScore, seconds
 from fp8graph.recipes import resolve_recipe
 
-FOUND = Measured(
+FOUND = GemmScore(
     site="up", op="linear", group="up", gemm="fprop", candidate=0, m=8192, n=4096, k=4096, dtype=torch.bfloat16,
     weighted_error=4.0, square_error=1.0, square_reference=100.0,
 )  # fmt: skip

@@ -11,14 +11,14 @@ from torch import Tensor, fx
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import value
 from fp8graph.passes.attention.occurrences import Sizes
-from fp8graph.passes.attention.quantize import QuantizedTensor, quantized_tensor
+from fp8graph.passes.attention.quantize import AttentionOperand, quantized_tensor
 from fp8graph.recipes import resolve_recipe
 from helpers import graph_inputs_for
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=8, keys=8, head_size=16, value_size=16)
 
 
-def written(x: Tensor, recipe: str) -> tuple[QuantizedTensor, Any, fx.Node]:
+def written(x: Tensor, recipe: str) -> tuple[AttentionOperand, Any, fx.Node]:
     graph = fx.Graph()
     (node,) = graph_inputs_for(graph, [x])
     end = graph.output((node,))

@@ -10,7 +10,7 @@ import pytest
 
 from fp8graph import Policy, Rule
 from fp8graph.errors import ConfigError
-from fp8graph.passes.observe.findings import Bounds, Site, crossings, proposed, python
+from fp8graph.passes.observe.findings import Bounds, PolicySite, crossings, proposed, python
 from fp8graph.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
 from fp8graph.recipes.policy import rule_toml
 from fp8graph.records import StatisticRecord
@@ -40,11 +40,11 @@ def with_value(records: list[StatisticRecord], wanted: StatisticRecord) -> list[
     return [r for r in records if r not in same] + [wanted]
 
 
-def site(recipe: Any = "tensorwise", *, by_user: bool = True, op: str = "linear", **runs: Any) -> dict[str, Site]:
+def site(recipe: Any = "tensorwise", *, by_user: bool = True, op: str = "linear", **runs: Any) -> dict[str, PolicySite]:
     recipes: dict[Any, Any] = dict.fromkeys(("fprop", "dgrad", "wgrad"), recipe)
     found = resolve_recipe(recipe)
     running: dict[Any, Any] = {gemm: found.name if found is not None else None for gemm in recipes} | runs
-    return {FQN: Site(fqn=FQN, op=op, by_user=by_user, recipes=recipes, runs=running)}
+    return {FQN: PolicySite(fqn=FQN, op=op, by_user=by_user, recipes=recipes, runs=running)}
 
 
 def test_healthy_tensors_are_not_found() -> None:
@@ -173,7 +173,7 @@ def test_no_rule_is_proposed_where_none_would_help() -> None:
     ],
     ids=["plain", "default", "op", "current", "delayed"],
 )
-def test_rules_can_be_pasted(of: dict[str, Site], own: dict[str, Any]) -> None:
+def test_rules_can_be_pasted(of: dict[str, PolicySite], own: dict[str, Any]) -> None:
     recipe = of[FQN].recipes["fprop"]
     crossing = _crossing("grad_output", resolve_recipe(recipe).name)  # pyright: ignore[reportOptionalMemberAccess]
     rule = proposed(crossing, of[FQN], [None], {}).rule
@@ -184,7 +184,7 @@ def test_rules_can_be_pasted(of: dict[str, Site], own: dict[str, Any]) -> None:
 
 
 def test_a_name_is_not_a_glob() -> None:
-    odd = Site(fqn='blocks[0]."a"', op="linear", by_user=True, recipes=site()[FQN].recipes, runs={})
+    odd = PolicySite(fqn='blocks[0]."a"', op="linear", by_user=True, recipes=site()[FQN].recipes, runs={})
     rule = proposed(_crossing("weight"), odd, [None], {}).rule
     assert rule is not None
     assert rule.matches(odd.fqn, "linear")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
-from fp8graph.passes.fuse_linears import Linear, fusion_key, linears_of, why_not_fused
+from fp8graph.passes.fuse_linears import FusableSite, fusion_key, linears_of, why_not_fused
 from gathers import gather, report_of, two_ranks
 from helpers import ALL, Two, Weight, passed, view_of
 
@@ -20,7 +20,7 @@ def x(*shape: int) -> Tensor:
     return torch.randn(shape or (16, 32), requires_grad=True)
 
 
-def linears(module: nn.Module, *args: Tensor, **known: Any) -> list[Linear]:
+def linears(module: nn.Module, *args: Tensor, **known: Any) -> list[FusableSite]:
     graph, compilation = passed(module, *(args or (x(),)), last="gather_in_fp8", **known)
     return list(linears_of(graph, compilation))
 

@@ -17,7 +17,7 @@ from fp8graph import Backend, DelayedScaling, Format, Policy, Rule
 from fp8graph.compat import distributed
 from fp8graph.ir.sites import Use
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.pages import Owner, RowKey
+from fp8graph.passes.connect_scales.pages import RowKey, RowOwner
 from fp8graph.passes.connect_scales.saved import SavedRow
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.connect_scales.successors import Phases, Successors
@@ -249,7 +249,7 @@ def test_a_pickled_backend_has_the_newest_rows_alone() -> None:
 
 # the parts
 
-_OWNER = Owner()
+_OWNER = RowOwner()
 
 
 def key(recipe: DelayedScaling) -> RowKey:

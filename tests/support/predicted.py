@@ -8,7 +8,7 @@ import torch
 
 from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.speed import Speed
-from fp8graph.passes.assign.profit import Choice, Product, Quantized, judge
+from fp8graph.passes.assign.profit import Choice, Fp8Gemm, Quantized, judge
 
 BF16 = torch.bfloat16
 H200 = BOARDS["H200"]
@@ -22,9 +22,9 @@ def linear(
     x, dy = Quantized(key="x", elements=m * k), Quantized(key="dy", elements=m * n)
     w = Quantized(key="w", elements=n * k, fused=False, kept=kept)
     products = {
-        "fprop": Product(m=m, n=n, k=k, reads=((x, "rowwise"), (w, "rowwise"))),
-        "dgrad": Product(m=m, n=k, k=n, reads=((dy, "rowwise"), (w, "columnwise"))),
-        "wgrad": Product(m=n, n=k, k=m, reads=((dy, "columnwise"), (x, "columnwise"))),
+        "fprop": Fp8Gemm(m=m, n=n, k=k, reads=((x, "rowwise"), (w, "rowwise"))),
+        "dgrad": Fp8Gemm(m=m, n=k, k=n, reads=((dy, "rowwise"), (w, "columnwise"))),
+        "wgrad": Fp8Gemm(m=n, n=k, k=m, reads=((dy, "columnwise"), (x, "columnwise"))),
     }
     return {
         name: Choice(

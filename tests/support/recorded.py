@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8graph.offline import KernelRecord
-from fp8graph.offline.kernels import Compiled
+from fp8graph.offline.kernels import CompiledKernel
 from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from generated import (
@@ -203,8 +203,8 @@ def largest(layer: str) -> list[tuple[dict[str, Any], KernelRecord]]:
     return found
 
 
-def costs(compiled: Compiled) -> dict[str, Any]:
-    """See :class:`Compiled`; ``store`` and ``load`` are the bytes of the narrowest one."""
+def costs(compiled: CompiledKernel) -> dict[str, Any]:
+    """See :class:`CompiledKernel`; ``store`` and ``load`` are the bytes of the narrowest one."""
     return {
         "configuration": compiled.configuration,
         "registers": compiled.registers,

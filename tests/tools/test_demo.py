@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from fp8graph.tools import demo
-from fp8graph.tools.demo import Run, run_demo, train, verdict
+from fp8graph.tools.demo import TrainingRun, run_demo, train, verdict
 from fp8graph.tools.demo_choice import (
     BATCH,
     COMPILATION,
@@ -140,7 +140,7 @@ def test_progress_is_a_bar_on_a_terminal() -> None:
 def test_both_runs_see_the_same_batches_and_get_fewer_steps_together() -> None:
     data = demo.batches(demo.corpus(), FEWEST + 5, 0, 1)
     models = [tiny_model() for _ in range(2)]
-    runs = [Run(name="x", model=m, compiled=m, compile_seconds=0.0, step_seconds=0.0) for m in models]
+    runs = [TrainingRun(name="x", model=m, compiled=m, compile_seconds=0.0, step_seconds=0.0) for m in models]
     shown: list[tuple[str, int]] = []
     train(runs, data, lambda *each: shown.append(each), lambda done, _: FEWEST if done > 2 else FEWEST + 5)
     assert len(shown) == len(runs[0].losses) == FEWEST
@@ -154,7 +154,7 @@ def test_one_long_step_is_not_taken_for_a_slower_machine(monkeypatch: pytest.Mon
     seconds = [1.0, 1.0, 60.0, 1.0, 1.0, 2.0, 2.0, 2.0]  # of each step
     times = itertools.chain.from_iterable((0.0, each) for each in seconds)
     model = tiny_model()
-    run = Run(name="x", model=model, compiled=model, compile_seconds=0.0, step_seconds=0.0)
+    run = TrainingRun(name="x", model=model, compiled=model, compile_seconds=0.0, step_seconds=0.0)
     data, shown = demo.batches(demo.corpus(), len(seconds), 0, 1), list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: next(times))
     train([run], data, lambda *_: None, lambda _, step: (shown.append(step), len(data))[1])
@@ -186,7 +186,10 @@ def test_steps_that_are_timed_change_no_weight() -> None:
 
 def test_losses_that_are_not_finite_are_left_out_of_the_picture_and_fail_the_verdict() -> None:
     model = torch.nn.Linear(1, 1)
-    runs = [Run(name=name, model=model, compiled=model, compile_seconds=0.0, step_seconds=0.0) for name in ("a", "b")]
+    runs = [
+        TrainingRun(name=name, model=model, compiled=model, compile_seconds=0.0, step_seconds=0.0)
+        for name in ("a", "b")
+    ]
     runs[0].losses, runs[1].losses = [3.0, 2.0], [math.nan, math.nan]
     assert "o" in demo.plot_terminal(runs[0], runs[1], 80)
     assert not verdict(runs[0].losses, runs[1].losses)[1]

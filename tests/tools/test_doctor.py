@@ -9,7 +9,7 @@ import pytest
 
 from fp8graph.cli import main
 from fp8graph.tools import doctor
-from fp8graph.tools.doctor import HOSTS, RUNS, Run
+from fp8graph.tools.doctor import HOSTS, RUNS, TriedVersions
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,8 +43,8 @@ def test_installed_hosts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lightning" not in rows
 
 
-WHOLE = Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True)
-SAMPLE = Run("2.12.1", "3.12", "5.24.0", all_fast_tests=False)
+WHOLE = TriedVersions("2.13.0", "3.11", "5.23.0", all_fast_tests=True)
+SAMPLE = TriedVersions("2.12.1", "3.12", "5.24.0", all_fast_tests=False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fp8graph.checkpoints import compressed_tensors, dequantize
 from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.numerics import api
 from fp8graph.recipes import NVFP4BlockScaling, resolve_recipe
-from fp8graph.tools.forms import Kind, Part, as_stored, chosen, cut, kind_of, saved_parts, why_not
+from fp8graph.tools.forms import Kind, MatrixRows, as_stored, chosen, cut, kind_of, saved_parts, why_not
 from tiny_models import causal_lm
 
 BLOCK, ROW, TENSOR, NVFP4 = ("block", (128, 128)), ("row", (0, 0)), ("tensor", (0, 0)), ("nvfp4", (1, 16))
@@ -64,7 +64,7 @@ def test_square_tiles_of_fp4_are_written_row_by_row() -> None:
     torch.testing.assert_close(dequantize(stored), api.dequantize(made), rtol=1e-6, atol=0)
 
 
-def parts_of(model: nn.Module, *names: str) -> dict[str, list[Part]]:
+def parts_of(model: nn.Module, *names: str) -> dict[str, list[MatrixRows]]:
     return saved_parts(model, {name: model.get_parameter(name).shape for name in names})
 
 
@@ -113,7 +113,9 @@ def test_each_part_has_the_bytes_and_scales_of_its_rows(recipe: str) -> None:
     made = matrices(recipe)
     weight = together(made)
     halves = [
-        Part(layer=f"{e}.{half}", rows=torch.arange(128) + 128 * half, expert=e) for e in range(3) for half in range(2)
+        MatrixRows(layer=f"{e}.{half}", rows=torch.arange(128) + 128 * half, expert=e)
+        for e in range(3)
+        for half in range(2)
     ]
     assert why_not(weight, halves) is None
     found = dict(cut(weight, halves))
@@ -126,8 +128,8 @@ def test_each_part_has_the_bytes_and_scales_of_its_rows(recipe: str) -> None:
 
 
 def test_tiles_are_not_cut() -> None:
-    shifted = Part(layer="up", rows=torch.arange(64, 192), expert=1)
-    mixed = Part(layer="up", rows=torch.arange(128).flip(0), expert=1)
+    shifted = MatrixRows(layer="up", rows=torch.arange(64, 192), expert=1)
+    mixed = MatrixRows(layer="up", rows=torch.arange(128).flip(0), expert=1)
     tiles = together(matrices("blockwise"))
     assert why_not(together(matrices("rowwise")), [shifted, mixed]) is None
     for part in (shifted, mixed):

@@ -20,19 +20,19 @@ from fp8graph.backend.sharded import Touched
 from fp8graph.checkpoints import FORMATS
 from fp8graph.numerics import api
 from fp8graph.recipes import resolve_recipe
-from fp8graph.tools.forms import Part, as_stored, cut, kind_of
+from fp8graph.tools.forms import MatrixRows, as_stored, cut, kind_of
 from fp8graph.tools.shards import TensorShard, shards_of_rows, shards_of_weight, why_scattered
 from gathers import two_ranks
 from handed_over import differences
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 ROWS = torch.arange(256)
-PARTS: dict[str, list[Part]] = {
-    "itself": [Part(layer="a", rows=ROWS, expert=None)],
-    "rows": [Part(layer=name, rows=ROWS[i * 64 : i * 64 + 128], expert=None) for i, name in enumerate("ab")],
-    "tiles": [Part(layer=name, rows=ROWS[i * 128 : i * 128 + 128], expert=None) for i, name in enumerate("ab")],
+PARTS: dict[str, list[MatrixRows]] = {
+    "itself": [MatrixRows(layer="a", rows=ROWS, expert=None)],
+    "rows": [MatrixRows(layer=name, rows=ROWS[i * 64 : i * 64 + 128], expert=None) for i, name in enumerate("ab")],
+    "tiles": [MatrixRows(layer=name, rows=ROWS[i * 128 : i * 128 + 128], expert=None) for i, name in enumerate("ab")],
     "experts": [
-        Part(layer=f"{e}.{half}", rows=ROWS[half * 128 : half * 128 + 128], expert=e)
+        MatrixRows(layer=f"{e}.{half}", rows=ROWS[half * 128 : half * 128 + 128], expert=e)
         for e in range(4)
         for half in range(2)
     ],
@@ -115,7 +115,7 @@ def test_shards_are_the_tensors_of_the_checkpoint(recipe: str, form: str, parts:
 def test_scales_of_cut_tiles_come_to_both_ranks() -> None:
     weight, rows = made("blockwise", False), 192
     weight = dataclasses.replace(weight, data=weight.data[:rows])
-    stored, part = FORMATS["fp8"].forms()[kind_of(weight)], Part(layer="a", rows=ROWS[:rows], expert=None)
+    stored, part = FORMATS["fp8"].forms()[kind_of(weight)], MatrixRows(layer="a", rows=ROWS[:rows], expert=None)
     expected = dict(stored.write("a", as_stored(weight, stored, None)))
     found: list[TensorShard] = []
     for rank, (first, last) in enumerate([(0, 1), (0, 2)]):  # of 96 rows each
@@ -134,7 +134,7 @@ def test_rows_in_another_order_are_refused_where_a_rank_would_have_them_scattere
     """As rotary embeddings are stored with their halves interleaved."""
     rows = ROWS.view(2, 2, 64)
     within, across = rows.transpose(1, 2).reshape(-1), rows.transpose(0, 1).reshape(-1)
-    weight, parts = torch.randn(256, 8), [Part(layer="q", rows=order, expert=None) for order in (within, across)]
+    weight, parts = torch.randn(256, 8), [MatrixRows(layer="q", rows=order, expert=None) for order in (within, across)]
     found: list[TensorShard] = []
     for rank in range(2):
         with mesh_of(rank) as mesh:
@@ -149,7 +149,7 @@ def test_a_rank_without_numbers_gets_an_empty_shard_of_a_dtensor_alone() -> None
     with mesh_of(1) as mesh:
         (shard,) = shards_of_rows("norm.weight", spread(torch.randn(1, 8), mesh, 1), None)
         assert (shard.tensor.shape, shard.shape) == ((0, 8), (1, 8))
-        first = Part(layer="gate", rows=torch.arange(2), expert=None)
+        first = MatrixRows(layer="gate", rows=torch.arange(2), expert=None)
         assert [*shards_of_rows("gate.weight", spread(torch.randn(4, 8), mesh, 1), first)] == []
 
 

@@ -47,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Step:
+class HullStep:
     """One decision moves from an option to the next one of its hull."""
 
     key: Any
@@ -82,12 +82,12 @@ def _bends_down(first: Option, middle: Option, last: Option) -> bool:
     )
 
 
-def steps(decisions: Mapping[Key, Sequence[Option]]) -> list[Step]:
+def steps(decisions: Mapping[Key, Sequence[Option]]) -> list[HullStep]:
     """All steps of all decisions, those first that save most time per error."""
-    all_steps: list[Step] = []
+    all_steps: list[HullStep] = []
     for key, options in decisions.items():
         best = hull(options)
-        all_steps += [Step(key, before, after) for before, after in zip(best, best[1:], strict=False)]
+        all_steps += [HullStep(key, before, after) for before, after in zip(best, best[1:], strict=False)]
     # a step without error comes first; sorted() keeps the order of equal ones, so the walk is reproducible
     return sorted(all_steps, key=lambda step: step.error / step.saved)
 
@@ -132,7 +132,7 @@ def within_seconds(decisions: Mapping[Key, Sequence[Option]], most: float) -> di
     """The choice of least error that the walk finds with a time of at most ``most``; None if there is none."""
     chosen: dict[Any, Option] = dict(start(decisions))
     seconds = sum(option.seconds for option in chosen.values())
-    walk: list[Step] = []
+    walk: list[HullStep] = []
     for step in steps(decisions):
         if seconds <= most * (1 + 1e-12):
             break

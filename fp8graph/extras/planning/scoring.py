@@ -36,7 +36,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class GemmScore:
     """The change that one candidate would make in one GEMM, summed over all batches."""
 
     site: str  # FQN
@@ -69,7 +69,7 @@ class Measured:
         return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
 
 
-def seconds(row: Measured, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
+def seconds(row: GemmScore, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
     """The time of a GEMM on ``device``, with its part of the quantization; None if the device cannot multiply so.
 
     Weights are quantized once per update and cost nothing. ``sharing``: how many linears read the input.
@@ -122,7 +122,7 @@ def measure(
     seed: int,
     resume: Path | None,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
-) -> tuple[list[Measured], Scoring]:
+) -> tuple[list[GemmScore], Scoring]:
     """Measure the change that each candidate makes in each GEMM. The backend has the report on the graphs.
 
     Gradients of the model are as they were afterwards; so is torch's random state.
@@ -221,14 +221,14 @@ def _is_measured(row: Any, candidates: int) -> bool:
     )
 
 
-def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRecord]) -> list[Measured]:
+def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRecord]) -> list[GemmScore]:
     records = {(gemm.name, gemm.gemm): gemm for gemm in gemms}
     rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in (row for batch in batches for row in batch):
         rows.setdefault((row["site"], row["gemm"], row["candidate"]), []).append(row)
     groups: dict[str, str] = {}  # a module that is called twice is in the group of its first call
     order = {fqn: index for index, fqn in enumerate(dict.fromkeys(gemm.fqn for gemm in gemms))}  # of forward
-    sums: list[Measured] = []
+    sums: list[GemmScore] = []
     for (site, gemm, candidate), measured in rows.items():
         record = records.get((site, gemm))
         if record is None:
@@ -236,7 +236,7 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
         m, n, k = (size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k))
         group = groups.setdefault(record.fqn, measured[0]["group"])
         sums.append(
-            Measured(
+            GemmScore(
                 site=record.fqn,
                 op=record.op,
                 group=group,

@@ -28,7 +28,7 @@ from fp8graph.extras.planning.workload import Collective, Linear, Mesh, Workload
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import ATTENTION_SHARE, MOVED, Speed, gemm_seconds
 from fp8graph.ir.collectives import bytes_sent
-from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.passes.assign.profit import Choice, Fp8Gemm, Quantized, Uses, judge
 from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report.tables import aligned
 
@@ -262,7 +262,7 @@ def _choices(
             yield Choice(
                 gemms=(gemm,),
                 before=tuple(_sizes(gemm, part.m, part.n, part.k) for part in parts),
-                products=(Product(m=rows, n=columns, k=depth, reads=read[gemm]),),
+                products=(Fp8Gemm(m=rows, n=columns, k=depth, reads=read[gemm]),),
                 dtype=work.dtype,
                 scaling=recipe.quantizer("input").scaling,
                 speed=speed,

@@ -19,7 +19,7 @@ from fp8graph import hardware
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect, expect_batches, expect_path
 from fp8graph.extras.planning import choose
-from fp8graph.extras.planning.scoring import Loss, Measured, Scoring, measure, seconds
+from fp8graph.extras.planning.scoring import GemmScore, Loss, Scoring, measure, seconds
 from fp8graph.files import write_file
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
@@ -204,7 +204,7 @@ def tune(
 
 
 def _choose(
-    measurements: Sequence[Measured],
+    measurements: Sequence[GemmScore],
     backend: Scoring,
     candidates: Sequence[Recipe],
     labels: Sequence[str],
@@ -263,14 +263,14 @@ def _choose(
 
 
 def _scores(
-    measurements: Sequence[Measured], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
+    measurements: Sequence[GemmScore], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
 ) -> list[Score]:
     """Every measured error as a share of what the fastest recipe makes everywhere, with the predicted times."""
     members: dict[str, set[str]] = {}
     for one in measurements:
         members.setdefault(one.group, set()).add(one.site)
 
-    def time(one: Measured, recipe: Recipe | None) -> float | None:
+    def time(one: GemmScore, recipe: Recipe | None) -> float | None:
         return seconds(one, recipe, device, len(members[one.group]))
 
     times = [time(one, candidates[one.candidate]) for one in measurements]

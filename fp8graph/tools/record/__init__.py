@@ -35,7 +35,7 @@ from fp8graph.tools.record.machine import (
     this_machine,
     warm_up,
 )
-from fp8graph.tools.record.workloads import WORKLOADS, Mode, Workload, text, tiny
+from fp8graph.tools.record.workloads import WORKLOADS, Mode, RecordedModel, text, tiny
 
 STEPS: Final = 33
 WARM: Final = 3  # steps that are not timed
@@ -62,7 +62,7 @@ def _optimizer(mode: Mode, parameters: Iterator[nn.Parameter]) -> torch.optim.Op
 
 
 def train(
-    workload: Workload,
+    workload: RecordedModel,
     name: str,
     device: torch.device,
     mode: Mode,

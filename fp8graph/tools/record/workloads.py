@@ -54,7 +54,7 @@ MODES: Final = (Mode("AdamW", False), Mode("AdamW", True), Mode("SGD", True))  #
 
 
 @dataclass(frozen=True)
-class Workload:
+class RecordedModel:
     """A causal language model of transformers, with random weights in bf16, and the tokens of a step."""
 
     name: str
@@ -127,20 +127,20 @@ _LLAMA3: Final = {"vocab_size": 128_256, "num_key_value_heads": 8, "num_attentio
 WORKLOADS: Final = {
     workload.name: workload
     for workload in (
-        Workload(
+        RecordedModel(
             "llama-3-8b",
             "llama",
             _LLAMA3 | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336},
             sequence=8192,
         ),
-        Workload(
+        RecordedModel(
             "llama-3.2-1b",
             "llama",
             _LLAMA3
             | {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "tie_word_embeddings": True},
             sequence=8192,
         ),
-        Workload(  # 6.9 billion parameters, 64 experts, of which a token visits 8
+        RecordedModel(  # 6.9 billion parameters, 64 experts, of which a token visits 8
             "olmoe-1b-7b",
             "olmoe",
             {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 1024, "vocab_size": 50304},
@@ -161,9 +161,9 @@ TINY: Final[Mapping[str, Mapping[str, int | bool]]] = {
 }  # fmt: skip
 
 
-def tiny(workload: Workload) -> Workload:
+def tiny(workload: RecordedModel) -> RecordedModel:
     """Return a model of the same family that a CPU trains in seconds."""
-    return Workload(f"{workload.name}, tiny", workload.family, TINY[workload.family], sequence=32, sequences=2)
+    return RecordedModel(f"{workload.name}, tiny", workload.family, TINY[workload.family], sequence=32, sequences=2)
 
 
 def text(vocabulary: int, numbers: int) -> tuple[Tensor, str]:
