@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8, HuggingFaceMXFP8
-from fp8graph.checkpoints.layer_format import LayerFormat, Quantization, QuantizedWeight, dequantize, is_packed
+from fp8graph.checkpoints.layer_format import LayerFormat, Quantization, QuantizedWeight, is_packed
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
 from fp8graph.checkpoints.shards import Shards, read_json
 from fp8graph.checkpoints.writing import SHARD_BYTES, new_folder, write_json, write_shards
@@ -59,10 +59,6 @@ class Checkpoint:
         if layer not in self.layers:
             raise CheckpointError(f"{self.folder}: there is no quantized layer {layer!r}.")
         return self.layers[layer].read(layer, self.shards.tensors, self.shards.tensor)
-
-    def dequantize(self, layer: str) -> Tensor:
-        """The weight of one layer in FP32, as the library of its format decodes it."""
-        return dequantize(self.weight(layer))
 
     def check(self) -> None:
         """

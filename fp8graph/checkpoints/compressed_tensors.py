@@ -94,17 +94,6 @@ class CompressedTensors(Quantization):
     spellings: ClassVar[tuple[Suffixes, ...]] = (_STATIC, _FP4_LOCAL)
 
     groups: tuple[ConfigGroup, ...] = ()
-    ignored: tuple[str, ...] = ()
-    kv_cache_scheme: Table | None = field(default=None, compare=False)
-    where: str = field(default="quantization_config", compare=False)
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        return self.ignored
-
-    @property
-    def kv_cache(self) -> object | None:
-        return self.kv_cache_scheme
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:
@@ -119,8 +108,8 @@ class CompressedTensors(Quantization):
         groups = fields.checked("config_groups", lambda groups: isinstance(groups, Mapping), "a table of groups")
         parsed = cls(
             groups=tuple(_group(name, group, f"{where}: config_groups") for name, group in groups.items()),
-            ignored=fields.names("ignore"),
-            kv_cache_scheme=fields.take("kv_cache_scheme"),
+            ignore=fields.names("ignore"),
+            kv_cache=fields.take("kv_cache_scheme"),
             where=where,
         )
         fields.end()
@@ -140,7 +129,7 @@ class CompressedTensors(Quantization):
             targets = ("Linear",) if len(by_format) == 1 else tuple(names)
             weights, inputs = PRESETS[preset]
             groups.append(ConfigGroup(stored=stored, targets=targets, weights=weights, inputs=inputs))
-        return cls(groups=tuple(groups), ignored=tuple(ignore))
+        return cls(groups=tuple(groups), ignore=tuple(ignore))
 
     @classmethod
     def forms(cls) -> Mapping[Kind, LayerFormat]:
@@ -163,7 +152,7 @@ class CompressedTensors(Quantization):
         """The layers that are ignored, and those that belong to each group."""
         owners = [(target, index) for index, group in enumerate(self.groups) for target in group.targets]
         return (
-            Targets([(target, 0) for target in self.ignored], f"{self.where}: ignore"),
+            Targets([(target, 0) for target in self.ignore], f"{self.where}: ignore"),
             Targets(owners, f"{self.where}: config_groups"),
         )
 
@@ -182,8 +171,8 @@ class CompressedTensors(Quantization):
             },
             "format": formats[0] if len(set(formats)) == 1 else "mixed-precision",
             "global_compression_ratio": None,
-            "ignore": list(self.ignored),
-            "kv_cache_scheme": self.kv_cache_scheme,
+            "ignore": list(self.ignore),
+            "kv_cache_scheme": self.kv_cache,
             "quant_method": self.method,
             "quantization_status": "compressed",
         }

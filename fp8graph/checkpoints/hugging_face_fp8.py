@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
 import torch
@@ -71,18 +71,7 @@ class HuggingFaceFP8(Quantization):
     scale_format: str = "float"
     static: bool = False
     packed_experts: bool = False
-    modules_to_not_convert: tuple[str, ...] = ()
     modules_to_convert: tuple[str, ...] = ()  # embeddings
-    kv_cache_scheme: object | None = field(default=None, compare=False)
-    where: str = field(default="modules_to_not_convert", compare=False)
-
-    @property
-    def kv_cache(self) -> object | None:
-        return self.kv_cache_scheme
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        return self.modules_to_not_convert
 
     @property
     def powers_of_two(self) -> bool:
@@ -101,10 +90,10 @@ class HuggingFaceFP8(Quantization):
             scale_format=fields.one_of("scale_fmt", ["float", "ue8m0"], "float"),
             static=fields.one_of("activation_scheme", ["dynamic", "static"], "dynamic") == "static",
             packed_experts=fields.one_of("expert_dtype", ["fp8", "fp4"], "fp8") == "fp4",
-            modules_to_not_convert=fields.names("modules_to_not_convert", ignored),
+            ignore=fields.names("modules_to_not_convert", ignored),
             modules_to_convert=fields.names("modules_to_convert"),
-            kv_cache_scheme=fields.take("kv_cache_scheme"),  # AutoFP8, Hunyuan: "static", and there are k_scale, ...
-            where=f"{where}: modules_to_not_convert",
+            kv_cache=fields.take("kv_cache_scheme"),  # AutoFP8, Hunyuan: "static", and there are k_scale, ...
+            where=where,
         )
         fields.end()
         _ = parsed.skipped  # raises for an expression that cannot be read
@@ -119,7 +108,7 @@ class HuggingFaceFP8(Quantization):
             if layer not in tables
         }
         if not linears:
-            return cls(modules_to_not_convert=tuple(ignore), modules_to_convert=tables)
+            return cls(ignore=tuple(ignore), modules_to_convert=tables)
         first, *more = sorted(linears, key=lambda stored: stored.scheme)
         if more:
             schemes = ", ".join(stored.scheme for stored in (first, *more))
@@ -128,7 +117,7 @@ class HuggingFaceFP8(Quantization):
             block=None if first.block == (WHOLE, WHOLE) else first.block,
             scale_format="float" if torch.float8_e8m0fnu not in first.scale_dtypes else "ue8m0",
             static=first.activation is not None and first.activation.scale == "static",
-            modules_to_not_convert=tuple(ignore),
+            ignore=tuple(ignore),
             modules_to_convert=tables,
         )
         if replace(quantization.linear(), suffixes=_LINEAR, scale_dims=2) != first:
@@ -148,7 +137,7 @@ class HuggingFaceFP8(Quantization):
     @functools.cached_property
     def skipped(self) -> Skipped:
         """The layers that stay in high precision."""
-        return Skipped(self.modules_to_not_convert, self.where)
+        return Skipped(self.ignore, f"{self.where}: modules_to_not_convert")
 
     def linear(self) -> LayerFormat:
         """The format of a linear layer."""
@@ -193,7 +182,7 @@ class HuggingFaceFP8(Quantization):
         return linears
 
     def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
-        for name in self.modules_to_not_convert:
+        for name in self.ignore:
             yield rf"(?:{name}){_BOUNDARY}.*|.*{re.escape(name)}", None
         for table in self.modules_to_convert:
             yield rf".*{re.escape(table)}", _TABLE
@@ -202,10 +191,10 @@ class HuggingFaceFP8(Quantization):
         yield EVERY, self.linear()
 
     def config(self) -> dict[str, Any]:
-        given = {"modules_to_convert": list(self.modules_to_convert), "kv_cache_scheme": self.kv_cache_scheme}
+        given = {"modules_to_convert": list(self.modules_to_convert), "kv_cache_scheme": self.kv_cache}
         return {name: value for name, value in given.items() if value} | {
             "activation_scheme": "static" if self.static else "dynamic",
-            "modules_to_not_convert": list(self.modules_to_not_convert) or None,
+            "modules_to_not_convert": list(self.ignore) or None,
             "quant_method": self.method,
             "scale_fmt": self.scale_format,
             "weight_block_size": None if self.block is None else list(self.block),

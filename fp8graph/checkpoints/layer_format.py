@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, Self
 
 import torch
@@ -319,10 +319,16 @@ def _one_each(scale: Tensor) -> Tensor:
     return scale.reshape(()) if scale.numel() == 1 else scale.flatten()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Quantization(ABC):
     """The quantization config of a checkpoint, in the words of the library that owns the format.
 
     A subclass is the only statement of its format.
+
+    Attributes:
+        ignore: the layers that the config leaves in high precision, as it writes them.
+        kv_cache: the config's entry for a quantized key-value cache.
+        where: the place of the config, for errors.
     """
 
     title: ClassVar[str]  # for people
@@ -330,15 +336,9 @@ class Quantization(ABC):
     spellings: ClassVar[tuple[Suffixes, ...]]  # all that its layers may use
     mixes: ClassVar[bool] = True  # whether layers may be stored in different ways
 
-    @property
-    @abstractmethod
-    def ignore(self) -> tuple[str, ...]:
-        """The layers that the config leaves in high precision, as it writes them."""
-
-    @property
-    def kv_cache(self) -> object | None:
-        """The config's entry for a quantized key-value cache."""
-        return None
+    ignore: tuple[str, ...] = ()
+    kv_cache: object | None = field(default=None, compare=False)
+    where: str = field(default="quantization_config", compare=False)
 
     @property
     def powers_of_two(self) -> bool:

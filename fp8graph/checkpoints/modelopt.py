@@ -98,18 +98,7 @@ class ModelOpt(Quantization):
 
     algorithm: str | None = None
     layers: Mapping[str, str] = field(default_factory=dict[str, str])
-    excluded: tuple[str, ...] = ()
-    kv_cache_algorithm: object | None = None
     producer: Mapping[str, str] = field(default_factory=lambda: dict(_PRODUCER), compare=False)
-    where: str = field(default="quantization_config", compare=False)
-
-    @property
-    def ignore(self) -> tuple[str, ...]:
-        return self.excluded
-
-    @property
-    def kv_cache(self) -> object | None:
-        return self.kv_cache_algorithm
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:
@@ -139,8 +128,8 @@ class ModelOpt(Quantization):
         parsed = cls(
             algorithm=None if algorithm == _MIXED else algorithm,
             layers={name: _of_layer(name, layer, where) for name, layer in layers.items()},
-            excluded=excluded,
-            kv_cache_algorithm=kv_cache,
+            ignore=excluded,
+            kv_cache=kv_cache,
             producer=dict(producer),
             where=where,
         )
@@ -154,8 +143,8 @@ class ModelOpt(Quantization):
                 raise CheckpointError(f"{cls.title} has no form for {stored.scheme}: it has {', '.join(ALGORITHMS)}.")
         schemes = {name: stored.scheme for name, stored in layers.items()}
         if len(set(schemes.values())) == 1:
-            return cls(algorithm=next(iter(schemes.values())), excluded=tuple(ignore))
-        return cls(layers=schemes, excluded=tuple(ignore))
+            return cls(algorithm=next(iter(schemes.values())), ignore=tuple(ignore))
+        return cls(layers=schemes, ignore=tuple(ignore))
 
     @classmethod
     def forms(cls) -> Mapping[Kind, LayerFormat]:
@@ -174,15 +163,15 @@ class ModelOpt(Quantization):
             for name in sorted(self.layers, key=lambda one: -one.count(".")):  # the innermost owner decides
                 yield _inside(name), ALGORITHMS[self.layers[name]]
             return
-        for name in self.excluded:
+        for name in self.ignore:
             yield of_glob(name) if _is_glob(name) else _inside(name), None
         yield EVERY, ALGORITHMS[self.algorithm]
 
     @functools.cached_property
     def expressions(self) -> tuple[frozenset[str], Expressions]:
         """The modules that are left in high precision: their names, and patterns."""
-        patterns = [of_glob(one) for one in self.excluded if _is_glob(one)]
-        return frozenset(self.excluded), Expressions(patterns, f"{self.where}: exclude_modules", then="$")
+        patterns = [of_glob(one) for one in self.ignore if _is_glob(one)]
+        return frozenset(self.ignore), Expressions(patterns, f"{self.where}: exclude_modules", then="$")
 
     def config(self) -> dict[str, Any]:
         if self.algorithm is None:
@@ -190,7 +179,7 @@ class ModelOpt(Quantization):
         else:
             said = {"quant_algo": _written(self.algorithm)}
         cache = {} if self.kv_cache is None else {"kv_cache_scheme": self.kv_cache}
-        more = {"ignore": list(self.excluded), "producer": dict(self.producer), "quant_method": self.method}
+        more = {"ignore": list(self.ignore), "producer": dict(self.producer), "quant_method": self.method}
         return {**said, **cache, **more}
 
     def files(self) -> dict[str, dict[str, Any]]:
@@ -199,7 +188,7 @@ class ModelOpt(Quantization):
             said |= {"quantized_layers": self._quantized_layers()}
         else:
             said |= {"quant_algo": _written(self.algorithm)} | _group_size(self.algorithm)
-        said["exclude_modules"] = list(self.excluded)
+        said["exclude_modules"] = list(self.ignore)
         return {FILE: {"producer": dict(self.producer), "quantization": said}}
 
     def _quantized_layers(self) -> dict[str, Any]:

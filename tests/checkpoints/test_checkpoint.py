@@ -16,7 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import fp8_checkpoints
 from fp8_checkpoints import LINEARS, decoded_by_its_library
-from fp8graph.checkpoints import Checkpoint, QuantizedWeight, write_checkpoint
+from fp8graph.checkpoints import Checkpoint, QuantizedWeight, dequantize, write_checkpoint
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
@@ -70,7 +70,7 @@ def test_decoded_weights_equal_those_of_the_library(name: str, written_by_its_li
         prefix = f"{layer}."
         tensors = {key.removeprefix(prefix): value for key, value in held.items() if key.startswith(prefix)}
         theirs = decoded_by_its_library(name, tensors, folder)
-        assert torch.equal(checkpoint.dequantize(layer).to(theirs.dtype), theirs), layer
+        assert torch.equal(dequantize(checkpoint.weight(layer)).to(theirs.dtype), theirs), layer
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -164,14 +164,17 @@ def test_experts_that_transformers_writes(tmp_path: Path) -> None:
     for checkpoint in (source, again):
         for i in range(3):
             both = torch.cat(
-                [checkpoint.dequantize(f"model.layers.0.mlp.experts.{i}.{which}_proj") for which in ("gate", "up")]
+                [
+                    dequantize(checkpoint.weight(f"model.layers.0.mlp.experts.{i}.{which}_proj"))
+                    for which in ("gate", "up")
+                ]
             )
             data, scales = experts.gate_up_proj[i], experts.gate_up_proj_scale_inv[i]
             assert torch.equal(both, Fp8Dequantize(None)._dequantize_one(data, scales, torch.float32))
             down = Fp8Dequantize(None)._dequantize_one(
                 experts.down_proj[i], experts.down_proj_scale_inv[i], torch.float32
             )
-            assert torch.equal(checkpoint.dequantize(f"model.layers.0.mlp.experts.{i}.down_proj"), down)
+            assert torch.equal(dequantize(checkpoint.weight(f"model.layers.0.mlp.experts.{i}.down_proj")), down)
     with fp8_checkpoints.any_device():
         loaded: Any = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     theirs = loaded.model.layers[0].mlp.experts
@@ -181,7 +184,7 @@ def test_experts_that_transformers_writes(tmp_path: Path) -> None:
 
 # Without any library: one layer in FP8, one in high precision.
 
-CONFIG = {"model_type": "llama", "quantization_config": HuggingFaceFP8(modules_to_not_convert=("lm_head",)).config()}
+CONFIG = {"model_type": "llama", "quantization_config": HuggingFaceFP8(ignore=("lm_head",)).config()}
 
 
 def tensors() -> dict[str, Tensor]:
@@ -205,7 +208,7 @@ def test_layers_and_others(tmp_path: Path) -> None:
     assert list(checkpoint.layers) == ["a"]
     assert sorted(checkpoint.others) == ["a.bias", "lm_head.weight"]
     assert checkpoint.problems == []
-    assert torch.equal(checkpoint.dequantize("a"), torch.full((128, 256), 0.5))
+    assert torch.equal(dequantize(checkpoint.weight("a")), torch.full((128, 256), 0.5))
     with pytest.raises(CheckpointError, match="there is no quantized layer 'lm_head'"):
         checkpoint.weight("lm_head")
 
@@ -328,7 +331,7 @@ def test_a_new_checkpoint(tmp_path: Path) -> None:
     }
     config = json.loads((target / "config.json").read_text())
     assert config["model_type"] == "llama"
-    assert config["quantization_config"] == HuggingFaceFP8(modules_to_not_convert=("lm_head",)).config()
+    assert config["quantization_config"] == HuggingFaceFP8(ignore=("lm_head",)).config()
     assert told == [128 * 256 + 8 + 12]
     assert Checkpoint(target).others == ["b"]
     assert (

@@ -66,7 +66,7 @@ def test_unknown_configs_are_refused(changed: dict[str, Any], message: str) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_transformers_reads_what_is_written(variant: HuggingFaceFP8) -> None:
-    variant = replace(variant, modules_to_not_convert=("lm_head",))
+    variant = replace(variant, ignore=("lm_head",))
     config = variant.config()
     assert HuggingFaceFP8.parse(config, "here") == variant
     theirs = FineGrainedFP8Config(**config)
@@ -96,7 +96,7 @@ def test_tensors_are_those_of_transformers(variant: HuggingFaceFP8) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_config_of_layers(variant: HuggingFaceFP8) -> None:
     layers = {"a": variant.linear(), "b.experts.down_proj": variant.experts()}
-    assert HuggingFaceFP8.of(layers, ["lm_head"]) == replace(variant, modules_to_not_convert=("lm_head",))
+    assert HuggingFaceFP8.of(layers, ["lm_head"]) == replace(variant, ignore=("lm_head",))
 
 
 def test_layers_without_a_config() -> None:
