@@ -360,7 +360,7 @@ class _Backward:
             self._end = None
         node, of_all = autograd.running_node(), None
         if node is None:
-            of_all = "compiled autograd runs its backward"
+            of_all = _COMPILED
         elif number_of_ranks(None) > 1:
             of_all = _RANKS
         elif torch.is_grad_enabled():

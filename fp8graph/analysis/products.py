@@ -25,7 +25,7 @@ from torch import fx
 from fp8graph.compat.ops import OpOverload, named_arguments, schema
 from fp8graph.compat.products import is_of_torch, operation_of, was_product
 from fp8graph.ir.naming import Parameter, names_of, place_of, sources_of
-from fp8graph.ir.nodes import backward_nodes, size_hint
+from fp8graph.ir.nodes import backward_nodes, size_hint, value
 from fp8graph.ir.sites import Site
 from fp8graph.ir.text import short
 from fp8graph.libraries.products import LIBRARIES
@@ -110,7 +110,7 @@ def record_of(product: Product, site: Site, reason: str) -> ProductRecord:
         kind=product.kind,
         op=product.op,
         direction="backward" if product.backward else "forward",
-        shapes=tuple(f"[{', '.join(map(str, _value(x).shape))}]" for x in product.operands),
+        shapes=tuple(f"[{', '.join(map(str, value(x).shape))}]" for x in product.operands),
         dtypes=tuple(map(short, product.dtypes)),
         low="" if low is None else short(low),
         flops=product.flops or 0,
@@ -172,12 +172,12 @@ def product_of(
         places = [args[place] for place in operation.operands if place < len(args)]
         operands = [arg for arg in places if isinstance(arg, fx.Node)] or list(_numbers(node))
         flops = None if operation.formula is None else _counted(operation.formula, args, node)
-        if flops is not None and operands and _value(operands[0]).dtype == torch.float4_e2m1fn_x2:
+        if flops is not None and operands and value(operands[0]).dtype == torch.float4_e2m1fn_x2:
             flops *= 2
         return _product(node, operation.kind, flops, operands, in_backward)
     if was_product(node):
         summed = cast(fx.Node, node.args[0])
-        flops, original = 2 * _hint(_value(summed).numel()), node.meta["original_aten"]
+        flops, original = 2 * size_hint(value(summed).numel()), node.meta["original_aten"]
         return _product(node, "matmul", flops, _factors(summed), in_backward, original)
     if not is_of_torch(op_of(node)) and (operands := _operands_of_custom(node, weights)):
         return _product(node, CUSTOM, None, operands, in_backward)
@@ -205,16 +205,8 @@ def _name_of(node: fx.Node) -> str:
     return _name(op_of(node))
 
 
-def _value(node: fx.Node) -> torch.Tensor:
-    return cast(torch.Tensor, node.meta["val"])
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _hint(size: Any) -> int:
-    return size_hint(size)
 
 
 def _arguments(node: fx.Node) -> list[Any]:
@@ -223,15 +215,15 @@ def _arguments(node: fx.Node) -> list[Any]:
     return list(node.args)
 
 
-def _sizes(value: Any) -> Any:
+def _sizes(x: Any) -> Any:
     """A value with a list of sizes in place of each tensor."""
-    if isinstance(value, fx.Node):
-        value = value.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [_hint(size) for size in value.shape]
-    if isinstance(value, (list, tuple)):
-        return [_sizes(one) for one in cast("Sequence[Any]", value)]
-    return _hint(value) if isinstance(value, torch.SymInt) else value
+    if isinstance(x, fx.Node):
+        x = x.meta.get("val")
+    if isinstance(x, torch.Tensor):
+        return [size_hint(size) for size in x.shape]
+    if isinstance(x, (list, tuple)):
+        return [_sizes(one) for one in cast("Sequence[Any]", x)]
+    return size_hint(x) if isinstance(x, torch.SymInt) else x
 
 
 def _counted(count: Any, args: Sequence[Any], node: fx.Node) -> int | None:
@@ -246,7 +238,7 @@ def _numbers(node: fx.Node) -> Iterator[fx.Node]:
     written = _written(node)
     for source in node.all_input_nodes:
         is_new = source.op == "call_function" and not source.all_input_nodes  # a buffer for results
-        if not is_new and _is_tensor(source) and source not in written and (val := _value(source)).ndim >= 2:
+        if not is_new and _is_tensor(source) and source not in written and (val := value(source)).ndim >= 2:
             if val.dtype.is_floating_point or val.dtype in (*_LOW, *_CODES):
                 yield source
 
@@ -264,11 +256,11 @@ def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.
     """The tensors that an op of another library multiplies, or [] if it shows no sign of that."""
     numbers = list(_numbers(node))
     weighed = [x for x in numbers if x in weights]
-    others = [x for x in numbers if x not in weights and _value(x).dtype not in _CODES]
+    others = [x for x in numbers if x not in weights and value(x).dtype not in _CODES]
     if weighed and others and not all(_scales_elements(w, others[0], node) for w in weighed):
         return [others[0], weighed[0], *others[1:], *weighed[1:]]
-    low = [x for x in others if is_low(_value(x).dtype) and _value(x).dtype != torch.uint8]
-    decodes = any(_same_sizes(result, _value(x)) for x in low for result in _results(node))
+    low = [x for x in others if is_low(value(x).dtype) and value(x).dtype != torch.uint8]
+    decodes = any(_same_sizes(result, value(x)) for x in low for result in _results(node))
     return others if low and len(others) > 1 and not decodes else []
 
 
@@ -279,7 +271,7 @@ def _scales_elements(weight: fx.Node, x: fx.Node, node: fx.Node) -> bool:
     """
     table, sizes = _sizes(weight), _sizes(x)
     table = [size for size in table if size != 1]
-    if len(table) != 2 or table[0] == table[1] or _value(weight).dtype.itemsize < 2:
+    if len(table) != 2 or table[0] == table[1] or value(weight).dtype.itemsize < 2:
         return False
     returns = any(_sizes(result.shape) == sizes for result in _results(node))
     return returns and table[0] in sizes[:-1] and table[0] != sizes[-1] and table[1] in (sizes[-1], sizes[-1] // 2)
@@ -287,7 +279,7 @@ def _scales_elements(weight: fx.Node, x: fx.Node, node: fx.Node) -> bool:
 
 def reads_codes(node: fx.Node) -> bool:
     """Whether ``node`` reads numbers of eight bits or fewer."""
-    return any(is_low(_value(source).dtype) for source in node.all_input_nodes if _is_tensor(source))
+    return any(is_low(value(source).dtype) for source in node.all_input_nodes if _is_tensor(source))
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:
@@ -311,7 +303,7 @@ def _gradient_of_weight(node: fx.Node, products: Sequence[Product], weights: Col
         for product in products
         if product.kind == CUSTOM and getattr(op_of(product.node), "namespace", "") == op.namespace
     )
-    multiplied = [_value(x) for product in same_library for x in product.operands if x in weights]
+    multiplied = [value(x) for product in same_library for x in product.operands if x in weights]
     of_weight = any(_same_sizes(result, weight) for result in _results(node) for weight in multiplied)
     return _product(node, CUSTOM, None, operands, True) if len(operands) > 1 and of_weight else None
 

@@ -178,15 +178,19 @@ def watching(
             return default_partition(joint_module, joint_inputs, **options)
 
         compile_: Any = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
-        compiled = cast("Callable[..., Any]", compile_(module, inputs))
-
-        def call(*args: Any) -> Any:
-            first[:] = first or args
-            return compiled(*args)
-
-        return call
+        return _noting(first, cast("Callable[..., Any]", compile_(module, inputs)))
 
     return backend
+
+
+def _noting(first: list[Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, which puts the arguments of its first call into ``first``."""
+
+    def call(*args: Any) -> Any:
+        first[:] = first or args
+        return compiled(*args)
+
+    return call
 
 
 def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
@@ -223,13 +227,7 @@ def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
             return default_partition(joint, joint_inputs, **options)
 
         compile_: Any = aot_autograd(fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition)
-        compiled = cast("Callable[..., Any]", compile_(module, inputs))
-
-        def call(*args: Any) -> Any:
-            first[:] = first or args
-            return compiled(*args)
-
-        return call
+        return _noting(first, cast("Callable[..., Any]", compile_(module, inputs)))
 
     return backend
 

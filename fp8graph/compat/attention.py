@@ -15,20 +15,6 @@ try:
 except ImportError:
     varlen = None
 
-__all__ = [
-    "CPU_FLASH",
-    "FLEX",
-    "FLEX_BACKWARD",
-    "FORMS",
-    "HAS_QUANTIZED_ATTENTION",
-    "VARLEN",
-    "VARLEN_BACKWARD",
-    "Form",
-    "active_implementation",
-    "quantized_attention",
-    "varlen",
-]
-
 FLEX: Final[Any] = flex_attention  # (query, key, value, score_mod, block_mask, scale, ...)
 FLEX_BACKWARD: Final[Any] = flex_attention_backward  # (query, key, value, out, logsumexp, grad_out, ...)
 # varlen_attn's: (query [tokens, heads, size], key, value, cu_seq_q [sequences + 1], cu_seq_k, max_q, max_k, ...), and

@@ -9,24 +9,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
-from torch.utils import _pytree as pytree
 
 from fp8graph.compat import inductor
-
-__all__ = [
-    "HAS_SCALED_ADDMM",
-    "OpOverload",
-    "copy_each",
-    "define_op",
-    "grouped_mm_of_blocks",
-    "grouped_mm_of_fp4",
-    "named_arguments",
-    "pytree",
-    "scaled_addmm",
-    "scaled_grouped_mm",
-    "scaled_mm",
-    "schema",
-]
 
 
 def scaled_mm(
@@ -65,6 +49,7 @@ def define_op(
     return getattr(getattr(torch.ops, library.ns), name).default
 
 
+pytree: Final = torch.utils._pytree
 HAS_SCALED_ADDMM: Final = hasattr(torch.nn.functional, "scaled_addmm")  # from torch 2.15 on
 
 

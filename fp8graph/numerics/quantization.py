@@ -33,9 +33,10 @@ from fp8graph.numerics import group_blocks, hints
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
 from fp8graph.numerics.hints import divide, materialize
+from fp8graph.numerics.history import without_nan
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
 from fp8graph.numerics.transforms import transformed
-from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
+from fp8graph.recipes import FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
 _QUANTIZING: Final = (
@@ -46,16 +47,12 @@ _QUANTIZING: Final = (
 
 def reducible_amax(x: Tensor) -> Tensor:
     """[1]: the amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which survives any reduction."""
-    return _reducible(amax_of(x)).reshape(1)
+    return without_nan(amax_of(x)).reshape(1)
 
 
 def reducible_amaxes(x: Tensor) -> Tensor:
     """[columns]: the same for each column of ``x`` [rows, columns]."""
-    return _reducible(amax_of(x, 0))
-
-
-def _reducible(amax: Tensor) -> Tensor:
-    return torch.where(amax <= FLT_MAX, amax, torch.inf)
+    return without_nan(amax_of(x, 0))
 
 
 def scales_of_amax(amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float) -> Tensor:

@@ -330,19 +330,19 @@ def _smallest() -> str:
     return f" A policy is a table of rules: {toml} in TOML, {json.dumps(values)} in JSON."
 
 
-def text_of_file(file: Path, most: int = _MOST_BYTES) -> str:
+def text_of_file(file: Path) -> str:
     """The text of a regular file: a pipe would wait for its writer, and a device may have no end.
 
     Raises:
-        OSError, ValueError: it cannot be read, is no such file or no text, or has more bytes than ``most``.
+        OSError, ValueError: it cannot be read, is no such file or no text, or has more bytes than ``_MOST_BYTES``.
     """
     mode = file.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder, opening it says so
         raise ValueError("it is not a regular file")
     with file.open("rb") as opened:
-        data = opened.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"it has more than {most} bytes")
+        data = opened.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
