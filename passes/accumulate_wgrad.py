@@ -45,7 +45,7 @@ from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.records import RefusalRecord
 from fp8graph.runtime.parameters import ParameterTable
-from fp8graph.runtime.stores import CallContext, Run, Slot, Store
+from fp8graph.runtime.stores import CallContext, Run, Services, Slot, Store
 
 _STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"
@@ -249,7 +249,7 @@ class MainGrads(Store):
 
     name: ClassVar = _STORE
 
-    def __init__(self) -> None:
+    def __init__(self, services: Services) -> None:
         self._buffers = ParameterTable[_Buffer]()  # by the ids of parameters; read in each call
         self._left: dict[RefusalRecord, None] = {}  # gradients that a backward gave to autograd, and why
 

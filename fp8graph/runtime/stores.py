@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -112,10 +112,8 @@ class Store:
     name: ClassVar[str]
     of_stage: ClassVar[bool] = True
 
-    @classmethod
-    def of(cls, services: Services) -> Self:
-        """Return the store of one backend."""
-        return cls()
+    def __init__(self, services: Services) -> None:
+        """The store of one backend, which has ``services``."""
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> Any:
@@ -310,7 +308,7 @@ class Services:
     def store(self, kind: type[_Kind]) -> _Kind:
         """Return the one store of a kind, made when it is first asked for."""
         if kind.name not in self._made:
-            self._made[kind.name] = kind.of(self)
+            self._made[kind.name] = kind(self)
         return cast(_Kind, self._made[kind.name])
 
     def kept_scales(self, extra_inputs: Sequence[ExtraInput]) -> KeptScales | None:

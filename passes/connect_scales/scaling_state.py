@@ -80,10 +80,6 @@ class ScalingState(KeptScales):
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
         self._commits_after_steps = False
 
-    @classmethod
-    def of(cls, services: Services) -> ScalingState:
-        return cls(services)
-
     def _gone(self, owner: RowOwner) -> None:
         # several ranks drop layers at their next look-up: all at the same time, whenever memory is freed
         if not self._reductions:

@@ -62,10 +62,6 @@ class SentWeights(Store):
         self._memory = Memory()
         self._listens = False
 
-    @classmethod
-    def of(cls, services: Services) -> SentWeights:
-        return cls(services)
-
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> fsdp.Shard | None:
         return None if sharded is None else fsdp.facts(sharded)

@@ -105,10 +105,6 @@ class WeightCache(Store):
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
 
-    @classmethod
-    def of(cls, services: Services) -> WeightCache:
-        return cls(services)
-
     def forget(self, extra_inputs: Sequence[CachedWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph takes them. Made again, they are the same."""
         _, pages = self._graphs.pop(id(extra_inputs), (extra_inputs, []))

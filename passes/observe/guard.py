@@ -25,7 +25,6 @@ from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule, rule_from_dict
 from fp8graph.runtime.policies import Policies, Schedule
-from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import refusal
 from fp8graph.runtime.stores import Services, Starter, Store
 
@@ -74,18 +73,11 @@ class Guarded(Store):
     name: ClassVar = "guard"
     of_stage: ClassVar = False
 
-    def __init__(
-        self, policies: Policies, epoch: Epoch, schedule: Schedule, steps: WeightUpdates, observation: Observation
-    ) -> None:
-        self._policies, self._epoch, self._schedule, self._steps = policies, epoch, schedule, steps
-        self._observation = observation
+    def __init__(self, services: Services) -> None:
+        self._policies, self._epoch, self._steps = services.policies, services.epoch, services.steps
+        self._schedule, self._observation = services.schedule, services.store(Observation)
         self._guards: list[Guard] = []
         self._applied: list[tuple[Rule, str]] = []
-
-    @classmethod
-    def of(cls, services: Services) -> Guarded:
-        of = services
-        return cls(of.policies, of.epoch, of.schedule, of.steps, of.store(Observation))
 
     @property
     def started(self) -> Sequence[Guard]:

@@ -22,7 +22,6 @@ from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
 from fp8graph.numerics.stats import Parts, merged, named
 from fp8graph.passes.observe.measuring import Observed, StatisticsPage
-from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.stores import CallContext, Run, Services, Slot, Store
 
 _log = logging.getLogger("fp8graph")
@@ -94,8 +93,8 @@ class Observation(Store):
 
     name: ClassVar = StatisticsPage.store
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, services: Services) -> None:
+        self._schedule = services.schedule
         self._requests: list[Request] = []
         self._active: list[Request] = []
         self._condition: Observed | None = None  # what the active requests ask for, together
@@ -108,10 +107,6 @@ class Observation(Store):
         self._late: set[int] = set()  # ids of tensors that no backward had filled when the others were read
         self._endless = False  # it was said that one step goes on and on
         self._recomputed: dict[int, int] = {}  # calls that a backward will repeat, by the id of their page
-
-    @classmethod
-    def of(cls, services: Services) -> Observation:
-        return cls(services.schedule)
 
     def measure(
         self,

@@ -29,7 +29,6 @@ from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.observe.measuring import Measuring, Observed
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.records import RefusalRecord
-from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.stores import Services, Store
 
 _WHAT: Final = "score"
@@ -40,12 +39,8 @@ class Scores(Store):
 
     name: ClassVar = "score"
 
-    def __init__(self, observation: Observation, schedule: Schedule) -> None:
-        self._observation, self._schedule = observation, schedule
-
-    @classmethod
-    def of(cls, services: Services) -> Scores:
-        return cls(services.store(Observation), services.schedule)
+    def __init__(self, services: Services) -> None:
+        self._observation, self._schedule = services.store(Observation), services.schedule
 
     def start(self, backend: object, arguments: Mapping[str, Any]) -> Scores:
         """Try out the ``candidates`` from the next call on."""

@@ -33,7 +33,6 @@ from fp8graph.report.page import Losses
 from fp8graph.report.tables import sites
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Schedule
-from fp8graph.runtime.staleness import Epoch
 from fp8graph.runtime.stores import Services, Starter, Store
 
 _log = logging.getLogger("fp8graph")
@@ -184,14 +183,10 @@ class Observing(Store):
 
     name: ClassVar = "observe"
 
-    def __init__(self, observation: Observation, schedule: Schedule, epoch: Epoch) -> None:
-        self._observation, self._schedule, self._epoch = observation, schedule, epoch
+    def __init__(self, services: Services) -> None:
+        self._observation, self._schedule, self._epoch = services.store(Observation), services.schedule, services.epoch
         self._statistics: list[Statistics] = []
         self._layers: list[Layers] = []
-
-    @classmethod
-    def of(cls, services: Services) -> Observing:
-        return cls(services.store(Observation), services.schedule, services.epoch)
 
     @property
     def started(self) -> Sequence[Statistics]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -486,7 +486,7 @@ def test_freed_model_leaves_no_buffer() -> None:
 
 
 def test_another_parameter_has_another_buffer() -> None:
-    grads, weight = MainGrads(), nn.Parameter(torch.randn(2, 3))
+    grads, weight = MainGrads(cast(Any, None)), nn.Parameter(torch.randn(2, 3))
     asked = [Gradient(parameter=0, shape=(2, 3), device=weight.device)]
 
     def slot(parameter: nn.Parameter) -> Slot:

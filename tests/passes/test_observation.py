@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def started() -> tuple[Observation, Clock]:
 
 def with_request() -> tuple[Observation, Clock, Request]:
     clock: Any = Clock()
-    observation = Observation(clock)
+    observation = Observation(cast(Any, SimpleNamespace(schedule=clock)))
     return observation, clock, observation.measure(Observed(), lambda step: step % 2 == 0)
 
 
@@ -117,7 +118,7 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
 
 def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> None:
     clock: Any = Clock()
-    observation = Observation(clock)
+    observation = Observation(cast(Any, SimpleNamespace(schedule=clock)))
     request = observation.measure(Observed(), lambda _: True, keeps=False)
     for clock.now in range(3):
         measure(observation)
