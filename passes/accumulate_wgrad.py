@@ -39,7 +39,7 @@ from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, value
+from fp8graph.ir.nodes import CONVERT, GEMM_KEY, aten, nodes, value
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
@@ -60,7 +60,6 @@ _OTHERS: Final[dict[Any, str]] = {
     ops.scaled_grouped_mm: _GROUPED,
     ops.grouped_mm: _GROUPED,
 }
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ def _result_of(wgrad: fx.Node, output: fx.Node, results: Sequence[fx.Node | None
             break
         if user.target is aten.permute.default:
             transposed = not transposed
-        elif user.target is not _CONVERT:
+        elif user.target is not CONVERT:
             return f"its wgrad is not its gradient yet: {user.name} follows"
         node = user
     if transposed:

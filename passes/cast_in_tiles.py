@@ -29,13 +29,12 @@ from fp8graph.compat.attention import FLEX, FORMS
 from fp8graph.compat.inductor import LARGE, erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert, update_value
-from fp8graph.ir.nodes import NAMES_KEY, aten, is_view, nodes, value
+from fp8graph.ir.nodes import CONVERT, NAMES_KEY, aten, is_view, nodes, value
 from fp8graph.ir.quantize_node import Arguments, QuantizeNode
 from fp8graph.numerics.tile_casts import CAST, SIZE, TileCast
 from fp8graph.numerics.tiles import TRANSPOSED
 from fp8graph.passes.share_sigmoid import argument_of_exponential, argument_of_silu
 
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 _SPLITS: Final = (aten.split.Tensor, aten.split_with_sizes.default)
 _GEMMS: Final = (ops.scaled_mm, aten.mm.default, aten.addmm.default, aten.bmm.default)
 _ATTENTION: Final = frozenset(op for form, more in FORMS.items() for op in (form, more.backward) if form is not FLEX)
@@ -199,7 +198,7 @@ def _factors(node: object) -> Sequence[tuple[fx.Node, fx.Node]]:
 
 def _converted(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """The operand of a conversion to ``dtype``."""
-    return cast(fx.Node, node.args[0]) if node.target is _CONVERT and node.args[1] == dtype else None
+    return cast(fx.Node, node.args[0]) if node.target is CONVERT and node.args[1] == dtype else None
 
 
 def _argument_of_silu(node: fx.Node) -> fx.Node | None:

@@ -33,6 +33,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.nodes import (
+    CONVERT,
     GEMM_KEY,
     OPERAND_KEY,
     aten,
@@ -45,8 +46,6 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import OperandView
 from fp8graph.numerics.formats import SCALE, SCALE_INV
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def has_stored_weights(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -133,7 +132,7 @@ def _scale_rows(other: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``other`` quantize ``x * scale_inv`` [M, R] in FP32, with one scale [R, 1] per row of the stored weight."""
     quantized = QuantizeNode(other)
     x = quantized.arguments.x
-    exact = _insert(other, _CONVERT, x, torch.float32)
+    exact = _insert(other, CONVERT, x, torch.float32)
     row = _insert(other, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
     quantized.ask(x=_insert(other, aten.mul.Tensor, exact, row))
     update_value(other)

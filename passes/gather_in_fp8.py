@@ -29,7 +29,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_path import Path, path_of, replay, row_sizes, scale_may_differ
+from fp8graph.analysis.gather_path import Path, cast_rows, path_of, replay, row_sizes, scale_may_differ
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
@@ -181,11 +181,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
 
 def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node]:
     """The outputs of a quantize node of the shard, [rows, columns], by name."""
-    x = path.shard
-    for dtype in path.casts:
-        x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
-    if value(x).ndim != 2:
-        x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    x = cast_rows(path.shard, path.casts, emit)
     quantized = QuantizeNode(node)
     arguments = dataclasses.replace(quantized.arguments, x=x)
     if quantized.kind.own_scale:

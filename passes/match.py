@@ -38,6 +38,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import Parameter, names_of, parameters_of, place_of
 from fp8graph.ir.nodes import (
+    CONVERT,
     GROUPED,
     SITES,
     aten,
@@ -227,7 +228,7 @@ _CHOOSE: Final = (aten.index.Tensor, aten.index_select.default)
 _QUIET: Final = (
     *_CHOOSE, aten.clone.default, aten.tanh.default, aten._to_copy.default,
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor,
-    torch.ops.prims.convert_element_type.default,
+    CONVERT,
 )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place
 from fp8graph.ir.nodes import (
+    CASTS,
+    CONVERT,
     GEMM_KEY,
     GROUPED,
     OPERAND_KEY,
@@ -48,9 +50,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site, Use
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
-
-_CONVERT = torch.ops.prims.convert_element_type.default
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
@@ -161,7 +160,7 @@ def _emulated(gemm: Gemm, device: Hardware, emit: Callable[..., fx.Node], *opera
     if out.ndim > value(result).ndim:
         result = emit(aten.unsqueeze.default, result, 0)
     if out.dtype != dtype:
-        result = emit(_CONVERT, result, out.dtype)
+        result = emit(CONVERT, result, out.dtype)
     return _add_bias(gemm, result, emit)
 
 
@@ -269,6 +268,6 @@ def quantize_operand(
 
 def _is_an_input(node: fx.Node) -> bool:
     """Whether the numbers of ``node`` are those of a graph input: it is one, behind views and casts."""
-    while is_view(node) or node.target in _CASTS:
+    while is_view(node) or node.target in CASTS:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"

@@ -32,10 +32,9 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.naming import names_of, parameters_of, place_of
-from fp8graph.ir.nodes import MATMULS, aten, matmul_arguments, nodes, static_size, value
+from fp8graph.ir.nodes import CASTS, CONVERT, MATMULS, aten, matmul_arguments, nodes, static_size, value
 from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 _HIGH: Final = (torch.bfloat16, torch.float16, torch.float32)
 _PER_ROW: Final = Float8RowwiseScaling().quantizer("weight").scaling
 _TILES: Final = {  # by whether scales are bytes of E8M0, and whether tiles are 1x32
@@ -47,7 +46,6 @@ _TILES: Final = {  # by whether scales are bytes of E8M0, and whether tiles are 
 _SCALES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _Factor = tuple[int, int]  # size, stride
 Dims = list[list[_Factor]]
-_CASTS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _VIEWS: Final = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
@@ -137,7 +135,7 @@ def _weight(product: _Product, argument: fx.Node, weights: dict[Any, fx.Node]) -
         if bytes_of_e8m0:
             scale = emit(aten.view.dtype, scale, torch.uint8)
         elif value(scale).dtype != torch.float32:
-            scale = emit(_CONVERT, scale, torch.float32)
+            scale = emit(CONVERT, scale, torch.float32)
         settings: dict[str, Any] = {}
         if across == 1 and not bytes_of_e8m0:  # a scale of the tensor, or one per row
             shape = [1] if down == 1 else [down, 1]
@@ -199,7 +197,7 @@ def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
             return wrong
         return [(source, expanded(dims, shape)) for part in both for source, dims in cast(Any, part)]
     first = cast(fx.Node, node.args[0])
-    if target in _CASTS and value(node).dtype not in _HIGH:
+    if target in CASTS and value(node).dtype not in _HIGH:
         return f"it is cast to {value(node).dtype}"
     inner = _followed(first) if isinstance(first, fx.Node) else "it is computed from several tensors"
     if isinstance(inner, str):
@@ -266,7 +264,7 @@ def expanded(dims: Dims, shape: Sequence[int]) -> Dims:
 def moved(target: Any, dims: Dims, shape: Sequence[int], args: tuple[Any, ...]) -> Dims | None:
     """``dims`` after one operation with a result of ``shape`` and more ``args``; None if it is not understood."""
     rank = len(dims)
-    if target in (*_CASTS, *_SAME):
+    if target in (*CASTS, *_SAME):
         return dims
     if target in _VIEWS:
         return viewed(dims, shape)

@@ -34,13 +34,14 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_path import keeps_rows, replay, row_sizes, scale_may_differ
+from fp8graph.analysis.gather_path import cast_rows, keeps_rows, replay, row_sizes, scale_may_differ
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import (
+    CONVERT,
     GATHERED_KEY,
     GEMM_KEY,
     OPERAND_KEY,
@@ -54,7 +55,6 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
 _SETTINGS: Final = frozenset({"scaling", "block", "offs", "columnwise_from_rowwise"})
-_CAST = torch.ops.prims.convert_element_type.default
 _MOVES: Final = (collectives.ALL_TO_ALL, aten.index.Tensor, aten.index_select.default)
 
 
@@ -180,11 +180,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
 
 def _quantized_source(node: fx.Node, moves: Moves, emit: Callable[..., fx.Node]) -> dict[str, fx.Node]:
     """The rowwise outputs of a quantize node of the tokens, [tokens, columns], by name."""
-    x = moves.source
-    for dtype in moves.casts:
-        x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
-    if value(x).ndim != 2:
-        x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    x = cast_rows(moves.source, moves.casts, emit)
     args, kwargs = call(dataclasses.replace(QuantizeNode(node).arguments, x=x, columnwise=[], offs=None))
     made = _like(node, emit(ops.quantize, *args, name=node.name, **kwargs))
     names = enumerate(QuantizeNode(made).names)
@@ -229,7 +225,7 @@ def moves_of(tensor: fx.Node) -> Moves | None:
     """The moves that lead to ``tensor``, as far back as rows stay together; None if no row is moved."""
     walked: list[fx.Node] = []
     node = tensor
-    while node.op == "call_function" and (node.target is _CAST or _moves(node) or keeps_rows(node)):
+    while node.op == "call_function" and (node.target is CONVERT or _moves(node) or keeps_rows(node)):
         walked.append(node)
         node = cast(fx.Node, node.args[0])
     while walked and not _moves(walked[-1]):  # casts and views before the first move
@@ -239,8 +235,8 @@ def moves_of(tensor: fx.Node) -> Moves | None:
     walked.reverse()
     return Moves(
         source=cast(fx.Node, walked[0].args[0]),
-        steps=[node for node in walked if node.target is not _CAST],
-        casts=[cast(torch.dtype, node.args[1]) for node in walked if node.target is _CAST],
+        steps=[node for node in walked if node.target is not CONVERT],
+        casts=[cast(torch.dtype, node.args[1]) for node in walked if node.target is CONVERT],
         exchanges=[node for node in walked if node.target is collectives.ALL_TO_ALL],
         nodes=frozenset(walked),
     )

@@ -54,6 +54,8 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.naming import parameters_of
 from fp8graph.ir.nodes import (
     CACHED_KEY,
+    CASTS,
+    CONVERT,
     GEMM_KEY,
     OPERAND_KEY,
     USES_KEY,
@@ -72,7 +74,7 @@ _RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy fo
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 _NOT_AGAIN: Final = (*_GEMMS, aten.bmm.default, ops.quantize, ops.scaled_grouped_mm)  # costly, or decided elsewhere
-_CONVERSIONS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, ops.dequantize)
+_CONVERSIONS: Final = (*CASTS, ops.dequantize)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
@@ -360,5 +362,5 @@ def _refusal(other: fx.Node, *, is_read: bool) -> str:
 
 def _elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    convert = node.target is torch.ops.prims.convert_element_type.default
+    convert = node.target is CONVERT
     return torch.Tag.pointwise in tags or convert or node.target in _VIEWS

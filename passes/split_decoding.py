@@ -32,14 +32,13 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
-from fp8graph.ir.nodes import BACKWARD, aten, known_contiguous, value, value_key
+from fp8graph.ir.nodes import BACKWARD, CONVERT, aten, known_contiguous, value, value_key
 from fp8graph.ir.sites import Decision
 from fp8graph.libraries.products import decodes
 from fp8graph.recipes.rules import SOURCE
 from fp8graph.records import GemmRecord
 
 _PRODUCT: Final = "bitsandbytes.gemm_4bit.default"  # by name: bitsandbytes may not be installed
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 _NESTED_BLOCK: Final = 256  # absmaxes in 8 bits that share one in FP32
 _FEW: Final = 4  # rows that bitsandbytes 0.50 multiplies by its own kernel on each GPU (_GEMM_4BIT_CUSTOM_FLOOR_M)
 
@@ -177,11 +176,11 @@ def _decoded(graph: fx.Graph, node: fx.Node, given: dict[str, Any], again: fx.No
     if given["absmax_8bit"] is not None:
         nested = given["absmax_8bit"], absmax, given["absmax_code"], _NESTED_BLOCK, torch.float32
         absmax = emit(aten.add.Tensor, emit(library.dequantize_blockwise.default, *nested), given["absmax_offset"])
-    first = dtype if again is None or again.target is not _CONVERT else value(again.all_input_nodes[0]).dtype
+    first = dtype if again is None or again.target is not CONVERT else value(again.all_input_nodes[0]).dtype
     settings = given["blocksize"], given["quant_type"], given["shapeB"], first
     weight = emit(library.dequantize_4bit.default, given["B"], absmax, *settings)
     if first != dtype:
-        weight = emit(_CONVERT, weight, dtype)
+        weight = emit(CONVERT, weight, dtype)
     for each in made:
         set_direction(each, None)
         each.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -199,7 +198,7 @@ def _decoded_again(node: fx.Node, given: dict[str, Any]) -> list[fx.Node]:
         own = named_arguments(decoded)
         same = all(own[other] == given[name] for other, name in _SAME) and value_key(own["A"]) == value_key(given["B"])
         if same and _inputs(own["absmax"]) == absmaxes:
-            casts = [user for user in decoded.users if user.target is _CONVERT and user.args[1] == dtype]
+            casts = [user for user in decoded.users if user.target is CONVERT and user.args[1] == dtype]
             weights += [decoded] if value(decoded).dtype == dtype else casts
     return weights
 

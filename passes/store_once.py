@@ -22,7 +22,7 @@ from torch import fx
 
 from fp8graph.compat.inductor import LARGE
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import NAMES_KEY, aten, is_view, nodes, size_hint, value
+from fp8graph.ir.nodes import CONVERT, NAMES_KEY, aten, is_view, nodes, size_hint, value
 from fp8graph.numerics.hints import MATERIALIZE
 from fp8graph.passes.lower import is_rewritten
 
@@ -60,7 +60,7 @@ def _widest_readers(graph: fx.Graph) -> dict[fx.Node, int]:
 def _computes_its_operands(node: fx.Node) -> bool:
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
-    convert = node.target is torch.ops.prims.convert_element_type.default
+    convert = node.target is CONVERT
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise or convert or is_view(node) or node.target in _COPIES
 

@@ -26,13 +26,12 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, GraphFacts
 from fp8graph.ir.edit import insert, set_argument
-from fp8graph.ir.nodes import GEMM_KEY, aten, known_at_most, nodes, size_hint, value
+from fp8graph.ir.nodes import CONVERT, GEMM_KEY, aten, known_at_most, nodes, size_hint, value
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.weight_graphs import computed_from, inputs_to_keep
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import TRANSPOSED
 
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 _REPEATED: Final = "the weight's scales are repeated to 1x128, for smaller tiles"
 _SCALED: Final = "its scales multiply an FP32 result, for smaller tiles"
 
@@ -138,7 +137,7 @@ def _scale_result(graph: fx.Graph, gemm: fx.Node, ones: list[fx.Node]) -> None:
         scales = add(aten.mul.Tensor, given["scale_inv_a"], add(aten.permute.default, given["scale_inv_b"], [1, 0]))
         y = add(aten.mul.Tensor, result, scales)
         if given["bias"] is not None:
-            y = add(aten.add.Tensor, y, add(_CONVERT, given["bias"], torch.float32))
-        y = add(_CONVERT, y, given["out_dtype"])
+            y = add(aten.add.Tensor, y, add(CONVERT, given["bias"], torch.float32))
+        y = add(CONVERT, y, given["out_dtype"])
     gemm.replace_all_uses_with(y)
     graph.erase_node(gemm)

@@ -2683,7 +2683,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "forward reads a base unrounded that backward rounds",
         "passes/split_decoding.py",
-        "first = dtype if again is None or again.target is not _CONVERT else",
+        "first = dtype if again is None or again.target is not CONVERT else",
         "first = dtype if again is not None else",
         _SPLIT,
     ),

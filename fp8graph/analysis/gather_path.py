@@ -19,12 +19,11 @@ from torch import fx
 from fp8graph.ir import collectives
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.decisions import InitialScales
-from fp8graph.ir.nodes import USES_KEY, aten, known_equal, value
+from fp8graph.ir.nodes import CONVERT, USES_KEY, aten, known_equal, value
 from fp8graph.ir.sites import Use
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
-_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def path_of(tensor: fx.Node) -> Path | None:
                 return None
             all_nodes = frozenset((*on_path, gathered))
             return Path(gathered=gathered, waited=node, steps=steps[::-1], casts=casts[::-1], nodes=all_nodes)
-        if node.target is _CAST:
+        if node.target is CONVERT:
             casts.append(cast(torch.dtype, node.args[1]))
         elif _changes_nothing(node):
             pass
@@ -156,6 +155,13 @@ def replay(
             args[0] = copied(cast(fx.Node, args[0]))
         copies[node] = emit(node.target, *args, **node.kwargs)
     return copies
+
+
+def cast_rows(x: fx.Node, casts: Sequence[torch.dtype], emit: Callable[..., fx.Node]) -> fx.Node:
+    """``x`` after ``casts``, as [rows, columns]."""
+    for dtype in casts:
+        x = emit(CONVERT, x, dtype)
+    return x if value(x).ndim == 2 else emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
 
 
 def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:

@@ -25,7 +25,7 @@ from torch import fx
 from fp8graph.compat.ops import OpOverload, named_arguments, schema
 from fp8graph.compat.products import is_of_torch, operation_of, was_product
 from fp8graph.ir.naming import Parameter, names_of, place_of, sources_of
-from fp8graph.ir.nodes import backward_nodes, size_hint, value
+from fp8graph.ir.nodes import CONVERT, backward_nodes, size_hint, value
 from fp8graph.ir.sites import Site
 from fp8graph.ir.text import short
 from fp8graph.libraries.products import LIBRARIES
@@ -312,7 +312,7 @@ def _factors(summed: fx.Node) -> list[fx.Node]:
     """The tensors whose elements' products ``summed`` has, before they were cast to add up in FP32."""
     factors: list[fx.Node] = []
     for source in summed.all_input_nodes:
-        while source.target in (torch.ops.prims.convert_element_type.default, torch.ops.aten.unsqueeze.default):
+        while source.target in (CONVERT, torch.ops.aten.unsqueeze.default):
             source = cast(fx.Node, source.args[0])
         factors.append(source)
     return factors

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fp8graph.ir.nodes import (
+    CONVERT,
     aten,
     is_backward,
     is_view,
@@ -26,7 +26,6 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.sites import Site
 
 FORWARD_APART: Final = "in forward: slices of one result would be copied, or would keep all of it for backward"
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
 def sibling_key(site: Site) -> tuple[Any, ...]:
@@ -86,7 +85,7 @@ def _chain(term: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         (user,) = node.users
         if user.target is aten.add.Tensor and not user.kwargs:
             sums.append(user)
-        elif (is_view(user) or user.target is _CONVERT) and not sums:
+        elif (is_view(user) or user.target is CONVERT) and not sums:
             chain.append(user)
         else:
             break

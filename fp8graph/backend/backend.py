@@ -25,13 +25,7 @@ from fp8graph.backend.coverage import (
     note_dequantized,
 )
 from fp8graph.backend.dynamo_graph import DynamoGraph, Situation, class_name
-from fp8graph.backend.inductor_passes import (
-    Stopwatch,
-    compile_backward,
-    compile_dialect,
-    run_eagerly,
-    source_hash,
-)
+from fp8graph.backend.inductor_passes import Stopwatch, compile_backward, compile_dialect, run_eagerly, source_hash
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, SettingsArguments, choices, show_arguments

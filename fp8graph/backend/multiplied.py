@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,14 +22,12 @@ from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.nodes import look_through_transposes, nodes, value
+from fp8graph.ir.nodes import CONVERT, look_through_transposes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 from fp8graph.recipes import Quantizer
 from fp8graph.runtime.stores import KeptScales
-
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +258,7 @@ def _source(part: fx.Node, places: Mapping[fx.Node, int]) -> tuple[int | None, b
     while part not in places:
         part, transposed = look_through_transposes(part)
         flipped ^= transposed
-        if part.target is _CONVERT:
+        if part.target is CONVERT:
             part = cast(fx.Node, part.args[0])
         elif part not in places:
             return None, flipped

@@ -20,6 +20,8 @@ from fp8graph.ir import collectives, ops
 from fp8graph.recipes import GemmName
 
 aten = torch.ops.aten
+CONVERT: Final = torch.ops.prims.convert_element_type.default
+CASTS: Final = (CONVERT, aten._to_copy.default)
 
 # Matmuls that the pass `quantize` rewrites, and those that are only reported.
 MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -253,7 +255,7 @@ def _key(node: fx.Node) -> Any:
 def _origin(node: fx.Node) -> Any:
     while node.op == "call_function" and node.target in _PURE_VIEWS:
         node = cast(fx.Node, node.args[0])
-    if node.op == "call_function" and node.target is torch.ops.prims.convert_element_type.default:
+    if node.op == "call_function" and node.target is CONVERT:
         return "cast", node.args[1], _origin(cast(fx.Node, node.args[0]))
     if node.op == "call_function" and node.target is aten.permute.default:
         source = cast(fx.Node, node.args[0])

@@ -35,12 +35,7 @@ from torch import Tensor, fx
 from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import define_op, named_arguments
-from fp8graph.numerics import (
-    experts,
-    quantization,
-    random_bits,
-    tiles,
-)
+from fp8graph.numerics import experts, quantization, random_bits, tiles
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 
 Check = Callable[[fx.Node], str | None]  # the reason why a node is not valid

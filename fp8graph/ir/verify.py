@@ -18,6 +18,7 @@ from fp8graph.errors import Fp8GraphError, UnsupportedRecipeError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import (
+    CONVERT,
     GEMM_KEY,
     PASS_KEY,
     SITES,
@@ -388,7 +389,7 @@ def _stored_weight(node: fx.Node) -> str | None:
 
 _MULTIPLY: Final = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
 _AS_THEY_LIE: Final = (  # the first argument with the same last two dims, or parts of them
-    *(ops.dequantize, ops.stored_weight, torch.ops.prims.convert_element_type.default, aten._to_copy.default),
+    *(ops.dequantize, ops.stored_weight, CONVERT, aten._to_copy.default),
     *(aten.alias.default, aten.detach.default, aten.clone.default, aten.slice.Tensor, aten.constant_pad_nd.default),
 )
 

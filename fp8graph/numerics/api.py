@@ -20,14 +20,7 @@ from fp8graph.numerics.quantization import (
     quantizer_kwargs,
 )
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.numerics.stats import (
-    QUANTIZED_PARTS,
-    TENSOR_PARTS,
-    finished,
-    named,
-    quantized_parts,
-    tensor_parts,
-)
+from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS, finished, named, quantized_parts, tensor_parts
 from fp8graph.numerics.transforms import hadamard, transform_rows
 from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 

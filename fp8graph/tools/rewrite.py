@@ -19,16 +19,7 @@ from fp8graph.ir.compilation import GraphFacts
 from fp8graph.ir.decisions import Decisions, stacks_of
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
-from fp8graph.ir.nodes import (
-    BACKWARD,
-    DECIDED_KEY,
-    REPORT_KEY,
-    TAKEN_KEY,
-    aten,
-    is_backward,
-    module_path,
-    nodes,
-)
+from fp8graph.ir.nodes import BACKWARD, DECIDED_KEY, REPORT_KEY, TAKEN_KEY, aten, is_backward, module_path, nodes
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
 from fp8graph.passes.lower import lower as lower_dialect

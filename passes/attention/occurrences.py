@@ -22,6 +22,7 @@ from fp8graph.compat.attention import FORMS, VARLEN
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir.naming import place_of
 from fp8graph.ir.nodes import (
+    CONVERT,
     SAME_VALUES,
     aten,
     is_view,
@@ -100,7 +101,7 @@ _SAME: Final = (aten.alias.default, aten.detach.default)
 _WHOLE_SEQUENCES: Final = (None, [-1, -1], [-1, 0])  # windows: none, or causal
 # What may stand between the matmuls beside elementwise ops and views.
 _BETWEEN: Final = (
-    torch.ops.prims.convert_element_type.default,
+    CONVERT,
     aten.clone.default,
     aten.amax.default,
     aten.sum.dim_IntList,
@@ -248,7 +249,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _through_casts(node: fx.Node) -> fx.Node:
-    casts = (*SAME_VALUES, torch.ops.prims.convert_element_type.default, aten.clone.default, aten.expand.default)
+    casts = (*SAME_VALUES, CONVERT, aten.clone.default, aten.expand.default)
     while node.target in casts:
         node = node.all_input_nodes[0]
     return node

@@ -32,15 +32,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.decisions import GatheredInFP8
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import (
-    NOT_KEPT_KEY,
-    OPERAND_KEY,
-    SAME_VALUES,
-    aten,
-    backward_nodes,
-    nodes,
-    value,
-)
+from fp8graph.ir.nodes import CONVERT, NOT_KEPT_KEY, OPERAND_KEY, SAME_VALUES, aten, backward_nodes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import (
     SHARDED,
@@ -52,9 +44,8 @@ from fp8graph.ir.weight_graphs import (
     weight_graph,
 )
 
-_CONVERT = torch.ops.prims.convert_element_type.default
 _SETTINGS = frozenset({"scaling", "block", "more", "dim"})
-_SAME_NUMBERS = frozenset({ops.dequantize, _CONVERT, aten.permute.default, aten.t.default, *SAME_VALUES})
+_SAME_NUMBERS = frozenset({ops.dequantize, CONVERT, aten.permute.default, aten.t.default, *SAME_VALUES})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +105,7 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
 def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:
     """The node that ``part`` is, behind casts, and the dtypes of these casts in order."""
     casts: list[torch.dtype] = []
-    while part.target is _CONVERT:
+    while part.target is CONVERT:
         casts.insert(0, part.args[1])  # pyright: ignore[reportArgumentType]
         part = part.all_input_nodes[0]
     return part, casts

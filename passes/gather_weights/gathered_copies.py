@@ -15,14 +15,12 @@ from torch import Tensor, fx
 
 from fp8graph.compat import autograd, fsdp
 from fp8graph.ir import ops
-from fp8graph.ir.nodes import aten, nodes
+from fp8graph.ir.nodes import CONVERT, aten, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.formats import SCALE_INV
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments, Scaling
 from fp8graph.recipes import LAYOUTS
-
-_CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
 class GatheredCopies:
@@ -174,7 +172,7 @@ def quantizes_rows(
     scales = graph.placeholder("scales") if scaled else None
     buffers = [graph.placeholder(name) for name in wanted]
     for dtype in dtypes:
-        x = graph.call_function(_CONVERT, (x, dtype))
+        x = graph.call_function(CONVERT, (x, dtype))
     outputs: dict[str, fx.Node] = {}
     for layout, multiples in (("rowwise", ([1, 1], [])), ("columnwise", ([], [1, 1]))):
         if layout in wanted:

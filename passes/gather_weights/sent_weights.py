@@ -34,12 +34,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.quantization import reducible_amax, reducible_amaxes
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, source_of_part
-from fp8graph.passes.gather_weights.gathered_copies import (
-    GatheredCopies,
-    Memory,
-    quantizes_rows,
-    scales_are_given,
-)
+from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, Memory, quantizes_rows, scales_are_given
 from fp8graph.recipes import LAYOUTS
 from fp8graph.runtime.staleness import signature
 from fp8graph.runtime.stores import CallContext, GatheredInHighPrecision, KeptScales, Run, Services, Slot, Store
