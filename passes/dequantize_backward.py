@@ -14,7 +14,7 @@ high precision in forward, and experts. A weight that arrives quantized is decod
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -25,7 +25,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import Emit, insert
 from fp8graph.ir.nodes import (
     GEMM_KEY,
     aten,
@@ -41,7 +41,6 @@ from fp8graph.recipes import OperandName
 
 _BACKWARD: Final = "must_be_in_backward"  # else the partitioner decodes in forward, and saves the numbers
 _WHAT: Final = "dequantized backward"
-Emit = Callable[..., fx.Node]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, update_value
+from fp8graph.ir.edit import inserted, update_value
 from fp8graph.ir.nodes import (
     CONVERT,
     GEMM_KEY,
@@ -84,9 +84,9 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
     for argument in matmul_arguments(matmul):
         tensor, transposed = look_through_transposes(argument)
         if tensor is weight:
-            again = _insert(matmul, ops.stored_weight, *weight.args, **weight.kwargs)
+            again = inserted(ops.stored_weight, *weight.args, **weight.kwargs, like=matmul)
             if transposed:
-                again = _insert(matmul, aten.permute.default, again, [*range(value(again).ndim - 2), -1, -2])
+                again = inserted(aten.permute.default, again, [*range(value(again).ndim - 2), -1, -2], like=matmul)
             matmul.replace_input_with(argument, again)
 
 
@@ -109,7 +109,7 @@ def _as_read(
             tensors[name] = _laid_out(weight.node, given["scale_inv"], val.shape, turned=view.turned)
         else:
             ones = {"dtype": val.dtype, "device": val.device}
-            tensors[name] = _insert(weight.node, aten.full.default, [*val.shape], 1.0, **ones)
+            tensors[name] = inserted(aten.full.default, [*val.shape], 1.0, **ones, like=weight.node)
     return tensors
 
 
@@ -132,31 +132,26 @@ def _scale_rows(other: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``other`` quantize ``x * scale_inv`` [M, R] in FP32, with one scale [R, 1] per row of the stored weight."""
     quantized = QuantizeNode(other)
     x = quantized.arguments.x
-    exact = _insert(other, CONVERT, x, torch.float32)
-    row = _insert(other, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
-    quantized.ask(x=_insert(other, aten.mul.Tensor, exact, row))
+    exact = inserted(CONVERT, x, torch.float32, like=other)
+    row = inserted(aten.view.default, scale_inv, [1, value(scale_inv).shape[0]], like=other)
+    quantized.ask(x=inserted(aten.mul.Tensor, exact, row, like=other))
     update_value(other)
 
 
 def _use_static_scale(activations: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``activations`` be quantized with ``scale_inv`` [] or [1], not with a scale of their own amax."""
-    one = _insert(activations, aten.view.default, scale_inv, [1, 1])
-    columns = {SCALE_INV: one, SCALE: _insert(activations, aten.reciprocal.default, one)}
+    one = inserted(aten.view.default, scale_inv, [1, 1], like=activations)
+    columns = {SCALE_INV: one, SCALE: inserted(aten.reciprocal.default, one, like=activations)}
     table = [columns[position] for position in sorted(columns)]
-    QuantizeNode(activations).ask(scales=_insert(activations, aten.cat.default, table, 1))
+    QuantizeNode(activations).ask(scales=inserted(aten.cat.default, table, 1, like=activations))
     for node in (activations, *activations.users):
         update_value(node)
 
 
 def _transposed(like: fx.Node, x: fx.Node, shape: Sequence[int]) -> fx.Node:
     """``x`` transposed, with zeros at the end up to ``shape``."""
-    return _insert(like, ops.columnwise, x, [*shape])
+    return inserted(ops.columnwise, x, [*shape], like=like)
 
 
 def _fits(x: fx.Node, shape: Sequence[int]) -> bool:
     return all(known_equal(*sizes) for sizes in zip(value(x).shape, shape, strict=True))
-
-
-def _insert(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    with like.graph.inserting_before(like):
-        return insert(like.graph, target, cast(Any, args), like=like, kwargs=kwargs)

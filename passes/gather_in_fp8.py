@@ -34,7 +34,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import Emit, insert
 from fp8graph.ir.nodes import (
     BACKWARD,
     GATHERED_KEY,
@@ -53,7 +53,6 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
-Emit = Callable[..., fx.Node]
 _SETTINGS: Final = frozenset({"scaling", "block"})
 
 

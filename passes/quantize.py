@@ -17,8 +17,9 @@ GEMMs without a recipe are not changed.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -30,7 +31,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, take_place
+from fp8graph.ir.edit import Emit, inserted, take_place
 from fp8graph.ir.nodes import (
     CASTS,
     CONVERT,
@@ -74,9 +75,7 @@ def _rewrite(
 ) -> fx.Node:
     node = gemm.node
 
-    def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        return insert(graph, target, args, like=node, name=name, kwargs=kwargs)
-
+    emit = functools.partial(inserted, like=node)
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
     grouped = node.target in GROUPED
@@ -100,9 +99,7 @@ def _rewrite(
     return take_place(result, node)
 
 
-def _native(
-    gemm: Gemm, recipe: Recipe, emit: Callable[..., fx.Node], a: QuantizedOperand, b: QuantizedOperand
-) -> fx.Node:
+def _native(gemm: Gemm, recipe: Recipe, emit: Emit, a: QuantizedOperand, b: QuantizedOperand) -> fx.Node:
     out = value(gemm.node)
     padded_n = value(b.data).shape[0]  # a [m, k], b [n, k]
     bias = gemm.bias if _bias_fits(gemm) and known_equal(out.shape[-1], padded_n) else None
@@ -117,7 +114,7 @@ def _native(
 def _grouped(
     gemm: Gemm,
     recipe: Recipe,
-    emit: Callable[..., fx.Node],
+    emit: Emit,
     a: QuantizedOperand,
     b: QuantizedOperand,
     *,
@@ -149,7 +146,7 @@ def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
     return settings
 
 
-def _emulated(gemm: Gemm, device: Hardware, emit: Callable[..., fx.Node], *operands: QuantizedOperand) -> fx.Node:
+def _emulated(gemm: Gemm, device: Hardware, emit: Emit, *operands: QuantizedOperand) -> fx.Node:
     out = value(gemm.node)
     dtype = device.emulation_dtype([operand.quantizer for operand in operands], out.dtype)
     a, b = (_dequantized(operand, dtype, emit) for operand in operands)  # [..., m, k], [..., n, k]
@@ -164,7 +161,7 @@ def _emulated(gemm: Gemm, device: Hardware, emit: Callable[..., fx.Node], *opera
     return _add_bias(gemm, result, emit)
 
 
-def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
+def _without_padding(gemm: Gemm, result: fx.Node, emit: Emit) -> fx.Node:
     """``result`` [..., m_padded, n_padded], sliced to the size of the matmul that it replaces."""
     sizes, padded = value(gemm.node).shape[-2:], value(result).shape[-2:]
     first = value(result).ndim - 2
@@ -174,7 +171,7 @@ def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) 
     return result
 
 
-def _dequantized(operand: QuantizedOperand, dtype: torch.dtype, emit: Callable[..., fx.Node]) -> fx.Node:
+def _dequantized(operand: QuantizedOperand, dtype: torch.dtype, emit: Emit) -> fx.Node:
     settings = quantization.decoding_kwargs(operand.quantizer)
     if operand.global_scale_inv is not None:
         settings["global_scale_inv"] = operand.global_scale_inv
@@ -189,7 +186,7 @@ def _bias_fits(gemm: Gemm) -> bool:
     return bias.ndim == 1 and bias.dtype == out.dtype and out.dtype in (torch.bfloat16, torch.float16)
 
 
-def _add_bias(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
+def _add_bias(gemm: Gemm, result: fx.Node, emit: Emit) -> fx.Node:
     """``beta * bias + alpha * result``, as addmm and baddbmm define it."""
     if gemm.bias is None:
         return result
@@ -202,7 +199,7 @@ def _add_bias(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.N
     return emit(aten.add.Tensor, result, bias)
 
 
-def _symbolic(dim: int, node: fx.Node, emit: Callable[..., fx.Node]) -> int | fx.Node:
+def _symbolic(dim: int, node: fx.Node, emit: Emit) -> int | fx.Node:
     """Size 0 (m) or 1 (n) of a matmul's result as a graph argument: the number, or the node that computes it."""
     size = value(node).shape[dim - 2]
     if isinstance(size, int):
@@ -227,7 +224,7 @@ def quantize_operand(
     recipe: Recipe,
     quantizer: Quantizer,
     site: Site,
-    emit: Callable[..., fx.Node],
+    emit: Emit,
     squeeze: bool,
     multiples: list[int],
     **settings: Any,

@@ -20,6 +20,7 @@ stride 0. Views split and regroup factors, transposes permute dims; a chain that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -30,7 +31,7 @@ from torch import fx
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import inserted
 from fp8graph.ir.naming import names_of, parameters_of, place_of
 from fp8graph.ir.nodes import CASTS, CONVERT, MATMULS, aten, matmul_arguments, nodes, static_size, value
 from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
@@ -124,11 +125,7 @@ def _reads_fp8(argument: fx.Node) -> bool:
 def _weight(product: _Product, argument: fx.Node, weights: dict[Any, fx.Node]) -> fx.Node:
     """The node that takes the place of ``argument``."""
     key = product.data, product.scale, value(argument).dtype
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with argument.graph.inserting_before(argument):
-            return insert(argument.graph, target, args, like=argument, kwargs=kwargs)
-
+    emit = functools.partial(inserted, like=argument)
     if key not in weights:
         (rows, columns), (down, across), scale = product.block, product.grid, product.scale
         bytes_of_e8m0 = value(scale).dtype == torch.float8_e8m0fnu

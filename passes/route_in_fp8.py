@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, Final, cast
@@ -39,7 +39,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import Emit, insert
 from fp8graph.ir.nodes import (
     CONVERT,
     GATHERED_KEY,
@@ -178,7 +178,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
     return exchanges
 
 
-def _quantized_source(node: fx.Node, moves: Moves, emit: Callable[..., fx.Node]) -> dict[str, fx.Node]:
+def _quantized_source(node: fx.Node, moves: Moves, emit: Emit) -> dict[str, fx.Node]:
     """The rowwise outputs of a quantize node of the tokens, [tokens, columns], by name."""
     x = cast_rows(moves.source, moves.casts, emit)
     args, kwargs = call(dataclasses.replace(QuantizeNode(node).arguments, x=x, columnwise=[], offs=None))

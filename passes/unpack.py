@@ -11,14 +11,15 @@ are no longer computed. Everything else is left unchanged.
 
 from __future__ import annotations
 
+import functools
 from operator import getitem
-from typing import Any, cast
+from typing import cast
 
 from torch import fx
 
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import insert, inserted
 from fp8graph.ir.nodes import aten, value
 
 _FORWARD = "transformers.grouped_mm_fallback.default"  # by name: transformers may not be installed
@@ -44,19 +45,15 @@ def _unpack_forward(graph: fx.Graph, node: fx.Node) -> None:
 
 def _unpack_backward(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, offs, grad_output = cast(tuple[fx.Node, ...], node.args)
-
-    def emit(target: Any, *args: Any) -> fx.Node:
-        return insert(graph, target, args, like=node)
-
     for user in list(node.users):
         assert user.target is getitem
-        with graph.inserting_before(user):
-            if user.args[1] == 0:
-                flipped = emit(aten.permute.default, weight, [0, 2, 1])
-                gradient = emit(ops.grouped_mm, grad_output, flipped, offs)
-            else:
-                flipped = emit(aten.permute.default, x, [1, 0])
-                gradient = emit(ops.grouped_mm, flipped, grad_output, offs)
+        emit = functools.partial(inserted, like=node, before=user)
+        if user.args[1] == 0:
+            flipped = emit(aten.permute.default, weight, [0, 2, 1])
+            gradient = emit(ops.grouped_mm, grad_output, flipped, offs)
+        else:
+            flipped = emit(aten.permute.default, x, [1, 0])
+            gradient = emit(ops.grouped_mm, flipped, grad_output, offs)
         assert value(gradient).shape == value(user).shape
         user.replace_all_uses_with(gradient)
         graph.erase_node(user)

@@ -16,6 +16,7 @@ would be repeated in each call; and, under the option, graphs with a backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from torch import fx
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, GraphFacts
-from fp8graph.ir.edit import insert, set_argument
+from fp8graph.ir.edit import insert, inserted, set_argument
 from fp8graph.ir.nodes import CONVERT, GEMM_KEY, aten, known_at_most, nodes, size_hint, value
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.weight_graphs import computed_from, inputs_to_keep
@@ -127,17 +128,13 @@ def _scale_result(graph: fx.Graph, gemm: fx.Node, ones: list[fx.Node]) -> None:
         with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
             settings = {"dtype": torch.float32, "device": value(gemm).device}
             ones.append(insert(graph, aten.full.default, ([1], 1.0), like=gemm, kwargs=settings, name="one"))
-    with graph.inserting_before(gemm):
-
-        def add(target: Any, *args: Any) -> fx.Node:
-            return insert(graph, target, args, like=gemm)
-
-        arguments = (given["a"], given["b"], ones[0], ones[0], None, torch.float32, given["use_fast_accum"])
-        result = insert(graph, ops.scaled_mm, arguments, like=gemm, name=gemm.name)
-        scales = add(aten.mul.Tensor, given["scale_inv_a"], add(aten.permute.default, given["scale_inv_b"], [1, 0]))
-        y = add(aten.mul.Tensor, result, scales)
-        if given["bias"] is not None:
-            y = add(aten.add.Tensor, y, add(CONVERT, given["bias"], torch.float32))
-        y = add(CONVERT, y, given["out_dtype"])
+    emit = functools.partial(inserted, like=gemm)
+    arguments = (given["a"], given["b"], ones[0], ones[0], None, torch.float32, given["use_fast_accum"])
+    result = emit(ops.scaled_mm, *arguments, name=gemm.name)
+    scales = emit(aten.mul.Tensor, given["scale_inv_a"], emit(aten.permute.default, given["scale_inv_b"], [1, 0]))
+    y = emit(aten.mul.Tensor, result, scales)
+    if given["bias"] is not None:
+        y = emit(aten.add.Tensor, y, emit(CONVERT, given["bias"], torch.float32))
+    y = emit(CONVERT, y, given["out_dtype"])
     gemm.replace_all_uses_with(y)
     graph.erase_node(gemm)

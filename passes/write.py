@@ -22,10 +22,8 @@ from torch import fx
 
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
+from fp8graph.ir.nodes import SAME_VALUES, aten, known_contiguous, known_equal, nodes, static_size, value
 from fp8graph.numerics.hints import ARRANGE, MATERIALIZE, WRITE
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def write(graph: fx.Graph) -> None:
@@ -46,7 +44,7 @@ def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> 
     """Copy ``source`` into ``target``, a view of the input, in parts. Returns False if ``source`` has no parts."""
     if source.op != "call_function" or len(source.users) != 1:
         return False
-    if source.target in _VIEWS and known_contiguous(value(target)):
+    if source.target in SAME_VALUES and known_contiguous(value(target)):
         inner = cast(fx.Node, source.args[0])
         _copy(graph, _view(graph, target, aten.view.default, list(value(inner).shape), like=like), inner, like)
         return True

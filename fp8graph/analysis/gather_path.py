@@ -8,7 +8,7 @@ the gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any, cast
@@ -19,10 +19,10 @@ from torch import fx
 from fp8graph.ir import collectives
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.decisions import InitialScales
-from fp8graph.ir.nodes import CONVERT, USES_KEY, aten, known_equal, value
+from fp8graph.ir.edit import Emit
+from fp8graph.ir.nodes import CONVERT, SAME_VALUES, USES_KEY, aten, known_equal, value
 from fp8graph.ir.sites import Use
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
 
 
@@ -48,7 +48,7 @@ class Path:
     @property
     def is_plain(self) -> bool:
         """Whether the rows stay in the order in which they arrive."""
-        return all(node.target in (*_VIEWS, *_COPIES) for node in self.steps)
+        return all(node.target in (*SAME_VALUES, *_COPIES) for node in self.steps)
 
     @property
     def keeps_shape(self) -> bool:
@@ -96,7 +96,7 @@ def path_of(tensor: fx.Node) -> Path | None:
 
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether ``node`` is a view of all of its first argument in the same shape, as DTensor leaves them."""
-    if node.target not in (*_VIEWS, aten.slice.Tensor):
+    if node.target not in (*SAME_VALUES, aten.slice.Tensor):
         return False
     before, after = value(cast(fx.Node, node.args[0])).shape, value(node).shape
     return len(before) == len(after) and all(map(known_equal, before, after))
@@ -106,7 +106,7 @@ def keeps_rows(node: fx.Node) -> bool:
     """Whether ``node`` is a view or copy of its first argument in which all numbers of the last dim stay together."""
     if node.target in _COPIES:
         return True
-    if node.target in _VIEWS:
+    if node.target in SAME_VALUES:
         source = value(cast(fx.Node, node.args[0]))
         return source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
     if node.target is aten.expand.default:  # to the size that it has
@@ -131,9 +131,7 @@ def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
     return None if any(dim % (last + 1) == last for dim in dims) else parts
 
 
-def replay(
-    steps: Sequence[fx.Node], first: fx.Node, start: fx.Node, last: Any, emit: Callable[..., fx.Node]
-) -> dict[fx.Node, fx.Node]:
+def replay(steps: Sequence[fx.Node], first: fx.Node, start: fx.Node, last: Any, emit: Emit) -> dict[fx.Node, fx.Node]:
     """Repeat on ``start``, [..., last], the ops that ``steps`` apply to ``first``, [..., its own last dim].
 
     Returns the new node of each of them, in order; the last one is the result.
@@ -147,7 +145,7 @@ def replay(
 
     for node in steps:
         args = list(node.args)
-        if node.target in (*_VIEWS, aten.expand.default):
+        if node.target in (*SAME_VALUES, aten.expand.default):
             args[1] = [*cast("list[Any]", args[1])[:-1], last]
         if node.target is aten.cat.default:
             args[0] = [copied(part) for part in cast("list[fx.Node]", args[0])]
@@ -157,14 +155,14 @@ def replay(
     return copies
 
 
-def cast_rows(x: fx.Node, casts: Sequence[torch.dtype], emit: Callable[..., fx.Node]) -> fx.Node:
+def cast_rows(x: fx.Node, casts: Sequence[torch.dtype], emit: Emit) -> fx.Node:
     """``x`` after ``casts``, as [rows, columns]."""
     for dtype in casts:
         x = emit(CONVERT, x, dtype)
     return x if value(x).ndim == 2 else emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
 
 
-def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:
+def row_sizes(tensor: fx.Node, emit: Emit) -> list[Any]:
     """The sizes of ``tensor`` but the last, as arguments of nodes."""
     sizes = value(tensor).shape[:-1]
     return [s if isinstance(s, int) else emit(aten.sym_size.int, tensor, dim) for dim, s in enumerate(sizes)]

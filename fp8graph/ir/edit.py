@@ -61,6 +61,17 @@ def insert(
     return node
 
 
+Emit = Callable[..., fx.Node]  # (target, *args, **kwargs): an insertion at a place of its own
+
+
+def inserted(
+    target: Any, *args: Any, like: fx.Node, before: fx.Node | None = None, name: str | None = None, **kwargs: Any
+) -> fx.Node:
+    """:func:`insert` before ``like``, or before another node; an :data:`Emit` once it has ``like``."""
+    with like.graph.inserting_before(before or like):
+        return insert(like.graph, target, args, like=like, name=name, kwargs=kwargs)
+
+
 def sign(graph: fx.Graph, name: str) -> None:
     """Note in the nodes that a pass inserted, which has just run, that it made them."""
     for node in graph.nodes:

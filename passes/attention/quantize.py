@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, Final, cast
@@ -43,7 +43,7 @@ from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops, transforms
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, take_place, update_value, update_views
+from fp8graph.ir.edit import Emit, inserted, take_place, update_value, update_views
 from fp8graph.ir.nodes import (
     OPERAND_KEY,
     aten,
@@ -61,7 +61,6 @@ from fp8graph.passes.attention.ops import rounded_attention, rounded_attention_b
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer
 
 _ROTATED: Final = ("query", "key")
-Emit = Callable[..., fx.Node]
 
 
 def is_attention_quantized(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -91,17 +90,10 @@ def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
     erase_unused(graph)
 
 
-def _emit(
-    target: Any, *args: Any, like: fx.Node, before: fx.Node | None = None, name: str | None = None, **kwargs: Any
-) -> fx.Node:
-    with like.graph.inserting_before(before or like):
-        return insert(like.graph, target, args, like=like, name=name, kwargs=kwargs)
-
-
 def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
     """Replace the op by one that reads FP8."""
     (node,) = attention.forward
-    emit, sizes = functools.partial(_emit, like=node), attention.sizes
+    emit, sizes = functools.partial(inserted, like=node), attention.sizes
     matrix = emit(transforms.hadamard_matrix, attention.reads[0].argument, HADAMARD_SIGNS) if rotates else None
     made, own = dict[Any, AttentionOperand](), list[AttentionOperand]()
     for read in attention.reads:
@@ -127,7 +119,7 @@ def _emulate(
     for read in reads:
         tensor, flipped = look_through_transposes(argument := read.argument)
         key = value_key(tensor), rotates and read.operand in _ROTATED
-        emit = functools.partial(_emit, like=read.node)
+        emit = functools.partial(inserted, like=read.node)
         if key not in made:
             rotation = None
             if key[1]:
@@ -157,7 +149,7 @@ def _rotate_gradients(attention: Attention) -> None:
             dims |= {user: -1 for user in read.node.users if user.target is getitem and user.args[1] == index}
     matrix: fx.Node | None = None
     for node in filter(dims.__contains__, list(attention.result.graph.nodes)):
-        readers, emit = list(node.users), functools.partial(_emit, like=node, before=node.next)
+        readers, emit = list(node.users), functools.partial(inserted, like=node, before=node.next)
         if matrix is None:
             matrix = emit(aten.permute.default, emit(transforms.hadamard_matrix, node, HADAMARD_SIGNS), [1, 0])
         result = rotated(node, matrix, value(node).ndim + dims[node], emit)
@@ -174,13 +166,13 @@ def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantiz
     how = quantizer.power_2_scale, quantizer.amax_epsilon, quantizer.scaling
     for backward in attention.backward:
         args = *backward.args[:4], *shared, of_gradients.dtype, *how  # the gradient, q, k and v
-        results = _emit(rounded_attention_backward, *args, like=backward)
+        results = inserted(rounded_attention_backward, *args, like=backward)
         for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
             if user.users:
-                emit = functools.partial(_emit, like=user)
+                emit = functools.partial(inserted, like=user)
                 take_place(_in_memory_as(emit(getitem, results, user.args[1]), user, emit), user)
         _erase(backward)
-    emit = functools.partial(_emit, like=node)
+    emit = functools.partial(inserted, like=node)
     result = emit(rounded_attention, *node.args[:3], *shared, *how, name="attention")
     for output in [user for user in node.users if user.args[1] == 0]:
         take_place(_in_memory_as(result, output, emit), output)
