@@ -167,14 +167,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
             x = emit(aten.view.dtype, x, dtype)
         return x if known_contiguous(value(x)) else _contiguous(x, emit)
 
-    wanted = QuantizeNode(node).outputs
     with graph.inserting_before(path.gathered):
         made = _quantized_shard(node, path, emit)
         results = _gathered(node, made, collect, emit)
-    for name, user in wanted.items():
-        user.replace_all_uses_with(results[name])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    QuantizeNode(node).replace(results)
     return sent
 
 

@@ -125,7 +125,7 @@ def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> s
 
 def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.Node]:
     """Rewrite one quantize node, and return the new all-to-alls."""
-    node, arguments, wanted = quantized.node, quantized.arguments, quantized.outputs
+    node, arguments = quantized.node, quantized.arguments
     exchanges: list[fx.Node] = []
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
@@ -171,10 +171,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
             again = _like(node, emit(ops.quantize, *args, **kwargs))
             names = enumerate(QuantizeNode(again).names)
             results |= {name: emit(getitem, again, i, name=f"moved_{name}") for i, name in names}
-    for name, user in wanted.items():
-        user.replace_all_uses_with(results[name])
-        graph.erase_node(user)
-    graph.erase_node(node)
+    quantized.replace(results)
     return exchanges
 
 

@@ -194,7 +194,7 @@ def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
     checkpointing would keep more than in bf16: as much as without it.
     """
     quantized = QuantizeNode(node)
-    arguments, old = quantized.arguments, quantized.outputs
+    arguments = quantized.arguments
     if _RECOMPUTE not in node.meta:
         return node
     if quantized.kind.own_scale and arguments.scales is None and arguments.offs is None and not arguments.per_matrix:
@@ -203,13 +203,10 @@ def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
             first = _insert(graph, of_scale, node, like=node)
             scales = _output(graph, first, "scales")
             quantized = _insert(graph, dataclasses.replace(arguments, scales=scales, row=0), node, like=node)
-            made = {name: _output(graph, quantized, name) for name in old}
+            made = {name: _output(graph, quantized, name) for name in QuantizeNode(node).outputs}
         for saved in (first.node, scales):
             saved.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
-        for name, output in old.items():
-            output.replace_all_uses_with(made[name])
-            graph.erase_node(output)
-        graph.erase_node(node)
+        QuantizeNode(node).replace(made)
     for each in (quantized.node, *quantized.node.users):
         if each.meta.get(_RECOMPUTE) == CheckpointPolicy.MUST_SAVE:
             each.meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE

@@ -96,8 +96,10 @@ def path_of(tensor: fx.Node) -> Path | None:
 
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether ``node`` is a view of all of its first argument in the same shape, as DTensor leaves them."""
-    if node.target not in (*SAME_VALUES, aten.slice.Tensor):
-        return False
+    return node.target in (*SAME_VALUES, aten.slice.Tensor) and _keeps_shape(node)
+
+
+def _keeps_shape(node: fx.Node) -> bool:
     before, after = value(cast(fx.Node, node.args[0])).shape, value(node).shape
     return len(before) == len(after) and all(map(known_equal, before, after))
 
@@ -110,8 +112,7 @@ def keeps_rows(node: fx.Node) -> bool:
         source = value(cast(fx.Node, node.args[0]))
         return source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
     if node.target is aten.expand.default:  # to the size that it has
-        before, after = value(cast(fx.Node, node.args[0])).shape, value(node).shape
-        return len(before) == len(after) and all(map(known_equal, before, after))
+        return _keeps_shape(node)
     if node.target is aten.permute.default:
         return cast("list[int]", node.args[1])[-1] in (-1, value(node).ndim - 1)
     return False

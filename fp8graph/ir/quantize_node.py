@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,6 +56,13 @@ class QuantizeNode:
     def ask(self, **changes: Any) -> None:
         """Change the request of the node. Its fake value is not changed: see ``edit.update_value``."""
         self.node.args, self.node.kwargs = call(dataclasses.replace(self.arguments, **changes))
+
+    def replace(self, results: Mapping[str, fx.Node]) -> None:
+        """Put ``results``, by name, in the place of the outputs, and erase the node."""
+        for name, output in self.outputs.items():
+            output.replace_all_uses_with(results[name])
+            self.node.graph.erase_node(output)
+        self.node.graph.erase_node(self.node)
 
 
 def names(arguments: QuantizeArguments[Any]) -> list[str]:

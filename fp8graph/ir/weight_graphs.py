@@ -192,11 +192,10 @@ def hoist(
         return
     for node, weight in weights.items():
         placeholders = {name: inputs.pop(0) for name in weight.outputs}
-        outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {weight.outputs[0]: node}
-        for name, user in outputs.items():
-            user.replace_all_uses_with(placeholders[name])
-            graph.erase_node(user)
         if node.target is ops.quantize:
+            QuantizeNode(node).replace(placeholders)
+        else:
+            node.replace_all_uses_with(placeholders[weight.outputs[0]])
             graph.erase_node(node)
     if weights:
         erase_unused(graph)

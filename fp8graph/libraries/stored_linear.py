@@ -41,9 +41,13 @@ def one_scale(data: Tensor, scale_inv: Tensor, *, per_token: bool, **inputs: Any
 
 def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a frozen weight: no tensor of ``weight`` gets a gradient, even if it requires one."""
+    return functional.linear(x, high_precision(weight, _dtype_of_products(x)), bias)
+
+
+def _dtype_of_products(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast multiplies ``x``, or its own."""
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return functional.linear(x, high_precision(weight, dtype), bias)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def groups_of(module: nn.Module) -> int | None:
@@ -59,9 +63,7 @@ def multiplied_in_groups(x: Tensor, weight: StoredWeight, bias: Tensor | None, g
     """
     rows, parts = x.flatten(0, -3), _groups(weight, groups)
     if parts is None:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        matrices = high_precision(weight, dtype).unflatten(0, (groups, -1)).transpose(1, 2)
+        matrices = high_precision(weight, _dtype_of_products(x)).unflatten(0, (groups, -1)).transpose(1, 2)
         y = torch.bmm(rows.transpose(0, 1), matrices).transpose(0, 1)
     else:
         # of two dims each: a matmul of three that are not contiguous would be batched

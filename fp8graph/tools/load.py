@@ -57,8 +57,7 @@ def load_checkpoint(
     expect_path("load_checkpoint", "folder", folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check()
-    state = original_module(model).state_dict(keep_vars=True)
-    targets: dict[str, Tensor] = {name_in_original(name): x for name, x in state.items()}
+    targets = _targets(model)
     _compare(checkpoint, model, targets, strict)
     checkpoint.check_scales()
     shards = checkpoint.shards
@@ -133,8 +132,7 @@ def update_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, s
     """
     expect("update_weights", "model", model, nn.Module, "a model, an nn.Module")
     expect("update_weights", "tensors", tensors, Iterable, "an iterable of (name, tensor)")
-    state = original_module(model).state_dict(keep_vars=True)
-    targets: dict[str, Tensor] = {name_in_original(name): x for name, x in state.items()}
+    targets = _targets(model)
     layers: dict[str, tuple[StoredLinear, LayerFormat]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         linear = original_module(module)
@@ -206,6 +204,12 @@ def _info(name: str, x: Tensor) -> TensorInfo:
     """The entry that a file would have for a tensor."""
     kind = str(x.dtype).removeprefix("torch.")
     return TensorInfo(name=name, file=_UPDATE, dtype=x.dtype, stored_as=kind, shape=(*x.shape,), bytes=x.nbytes)
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of ``model`` by their names in a checkpoint."""
+    state = original_module(model).state_dict(keep_vars=True)
+    return {name_in_original(name): x for name, x in state.items()}
 
 
 def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Tensor], strict: bool) -> None:
