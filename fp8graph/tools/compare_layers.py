@@ -45,29 +45,19 @@ def _by_class(layer: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """The rule by which an engine quantizes a model that it loads in high precision. ``source``: where it stands."""
+    """The rule by which an engine quantizes a model that it loads in high precision."""
 
     title: str
-    source: str
     quantizes: Callable[[str], bool]  # by the layer's name
 
 
 ENGINES: Final[Mapping[str, Engine]] = {
-    "verl": Engine(
-        title="verl",
-        source="verl/utils/fp8_utils.py (commit 14a1b8ef), FP8QuantizerHelper.should_quantize_param",
-        quantizes=_by_verl,
-    ),
-    "vllm": Engine(
-        title='vLLM\'s quantization="fp8"',
-        source="vllm/model_executor/layers/quantization/online/base.py (commit 5cfa34dd), get_quant_method",
-        quantizes=_by_class,
-    ),
-    "sglang": Engine(
-        title='SGLang\'s quantization="fp8"',
-        source="python/sglang/srt/layers/quantization/fp8.py (commit 00563d36), Fp8Config.get_quant_method",
-        quantizes=_by_class,
-    ),
+    # verl/utils/fp8_utils.py (commit 14a1b8ef), FP8QuantizerHelper.should_quantize_param
+    "verl": Engine(title="verl", quantizes=_by_verl),
+    # vllm/model_executor/layers/quantization/online/base.py (commit 5cfa34dd), get_quant_method
+    "vllm": Engine(title='vLLM\'s quantization="fp8"', quantizes=_by_class),
+    # python/sglang/srt/layers/quantization/fp8.py (commit 00563d36), Fp8Config.get_quant_method
+    "sglang": Engine(title='SGLang\'s quantization="fp8"', quantizes=_by_class),
 }
 
 
