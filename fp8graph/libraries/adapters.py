@@ -63,7 +63,7 @@ def _adapts_fp8(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Weight:
+class _AdaptedWeight:
     """A weight in FP8, and the tensors of its layer that hold it."""
 
     stored: StoredWeight
@@ -104,7 +104,7 @@ class _Weight:
         place.copy_(scales.reshape(place.shape) if scales.numel() == place.numel() else scales.expand(place.shape))
 
 
-def _weight(layer: Any) -> _Weight:
+def _weight(layer: Any) -> _AdaptedWeight:
     """The weight that ``layer`` of PEFT adapts.
 
     Raises:
@@ -130,7 +130,7 @@ def _weight(layer: Any) -> _Weight:
             "them on the checkpoint in one process."
         )
     turned = bool(getattr(holder, "is_swizzled_scales", False))
-    return _Weight(stored=stored, data=data.detach(), scale=scale.detach(), swizzled=turned)
+    return _AdaptedWeight(stored=stored, data=data.detach(), scale=scale.detach(), swizzled=turned)
 
 
 def _ours(layer: Any) -> dict[str, Callable[..., Any]]:
@@ -198,11 +198,11 @@ def _of_peft(layer: Any, name: str) -> Callable[..., None]:
     return MethodType(next(kind.__dict__[name] for kind in kinds if name in kind.__dict__), layer)
 
 
-def _copies(weight: _Weight, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _copies(weight: _AdaptedWeight, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     return weight.data.clone(), weight.scale.clone(), None if bias is None else bias.detach().clone()
 
 
-def _restore(copies: tuple[Tensor, Tensor, Tensor | None], weight: _Weight, bias: Tensor | None) -> None:
+def _restore(copies: tuple[Tensor, Tensor, Tensor | None], weight: _AdaptedWeight, bias: Tensor | None) -> None:
     data, scale, old_bias = copies
     weight.data.copy_(data)
     weight.scale.copy_(scale)

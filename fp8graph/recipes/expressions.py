@@ -136,10 +136,10 @@ def parsed(text: str, flags: str = "") -> Part:
     Raises:
         ValueError: it is malformed, or of a form that is not known.
     """
-    return _Parser(text, flags).parsed()
+    return _ExpressionParser(text, flags).parsed()
 
 
-class _Parser:
+class _ExpressionParser:
     """A recursive descent over the tokens of an expression. Raises ValueError."""
 
     def __init__(self, text: str, flags: str) -> None:

@@ -42,7 +42,7 @@ class TensorShard:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))
 
 
-class _Region(NamedTuple):
+class _ShardRegion(NamedTuple):
     numbers: Tensor
     offset: tuple[int, ...]
 
@@ -77,7 +77,7 @@ def shards_of_weight(
 
 def shards_of_rows(name: str, tensor: Tensor, part: MatrixRows | None) -> Iterator[TensorShard]:
     """The numbers of a DTensor that this rank has, or of the part that a checkpoint stores as ``name``."""
-    region: _Region | None = _Region(local(tensor), offset_of(tensor))
+    region: _ShardRegion | None = _ShardRegion(local(tensor), offset_of(tensor))
     shape, same = tensor.shape, part is None or _is_all(part, tensor)
     if part is not None:
         region, shape = _selected(region, part.rows, part.expert), torch.Size((len(part.rows), tensor.shape[-1]))
@@ -100,19 +100,19 @@ def _scales(
     """The scales, in a tensor of ``shape``."""
     given = weight.scale_inv
     at = offset_of(given) if weight.touched is None else weight.touched.offset
-    region: _Region | None = _Region(local(given), at)
+    region: _ShardRegion | None = _ShardRegion(local(given), at)
     same = _is_all(part, weight.data) and weight.touched is None
     if given.ndim == 1:  # one scale for each expert
         place = (part.expert or 0) - at[0]
         scale = local(given)[place : place + 1] if 0 <= place < len(local(given)) else None
-        region, same = None if scale is None else _Region(scale.reshape(shape), (0,) * len(shape)), False
+        region, same = None if scale is None else _ShardRegion(scale.reshape(shape), (0,) * len(shape)), False
     else:
         region = _selected(region, scale_rows_of(weight, part), part.expert)
         if region is not None:
             rows, repeats = len(part.rows), weight.quantizer.block[0] // stored.tile(weight.data.shape[-2:])[0]
             if repeats > 1:  # as in as_stored
                 first = region.offset[0] * repeats
-                region = _Region(
+                region = _ShardRegion(
                     region.numbers.repeat_interleave(repeats, 0)[: rows - first], (first, region.offset[1])
                 )
             region = _in_dims(region, len(shape))
@@ -120,7 +120,7 @@ def _scales(
     yield from _placed(name, region, shape, like)
 
 
-def _placed(name: str, region: _Region | None, shape: torch.Size, like: Tensor | None) -> Iterator[TensorShard]:
+def _placed(name: str, region: _ShardRegion | None, shape: torch.Size, like: Tensor | None) -> Iterator[TensorShard]:
     """The shard of a tensor of ``shape``; nothing, if this rank has no numbers of it and other ranks have no DTensor.
 
     Args:
@@ -133,7 +133,7 @@ def _placed(name: str, region: _Region | None, shape: torch.Size, like: Tensor |
     yield TensorShard(name=name, tensor=numbers, offsets=torch.Size(region.offset), shape=shape, dtensor=dtensor)
 
 
-def _selected(region: _Region, rows: Tensor, expert: int | None) -> _Region | None:
+def _selected(region: _ShardRegion, rows: Tensor, expert: int | None) -> _ShardRegion | None:
     """The numbers of ``region`` that are in ``rows`` of a matrix, and their place among these rows."""
     numbers, offset = region
     if expert is not None:
@@ -142,7 +142,7 @@ def _selected(region: _Region, rows: Tensor, expert: int | None) -> _Region | No
         numbers, offset = numbers[expert - offset[0]], offset[1:]
     places = _places(rows, offset[0], len(numbers))
     first = int(places[0]) if len(places) else 0
-    return _Region(selected(numbers, rows[places] - offset[0]), (first, *offset[1:]))
+    return _ShardRegion(selected(numbers, rows[places] - offset[0]), (first, *offset[1:]))
 
 
 def _places(rows: Tensor, first: int, count: int) -> Tensor:
@@ -150,12 +150,12 @@ def _places(rows: Tensor, first: int, count: int) -> Tensor:
     return ((rows >= first) & (rows < first + count)).nonzero().flatten()
 
 
-def _in_dims(region: _Region, dims: int) -> _Region:
+def _in_dims(region: _ShardRegion, dims: int) -> _ShardRegion:
     """Scales [rows, columns] of tiles as a checkpoint has them: [rows], [rows, columns] or [rows, 1, columns, 1]."""
     shape, offset = [1] * dims, [0] * dims
     for source, target in enumerate(range(0, dims, max(1, dims // 2))):
         shape[target], offset[target] = region.numbers.shape[source], region.offset[source]
-    return _Region(region.numbers.reshape(shape), tuple(offset))
+    return _ShardRegion(region.numbers.reshape(shape), tuple(offset))
 
 
 def _is_all(part: MatrixRows, tensor: Tensor) -> bool:

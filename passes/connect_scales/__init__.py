@@ -166,7 +166,7 @@ def is_parameter(uses: Sequence[Use]) -> bool:
 
 
 @dataclass
-class _Entry:
+class _RowOfPage:
     """One tensor's place in a page: all its names, and the quantize nodes that use it."""
 
     rows: list[Use]
@@ -210,7 +210,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             decisions = dataclasses.replace(compilation.facts.decisions, conditions=(InitialScales(),))
             facts = dataclasses.replace(compilation.facts, decisions=decisions)
             compilation.extra_inputs[place] = each.passed(connect_scales, facts)
-    pages: dict[Any, list[_Entry]] = {}
+    pages: dict[Any, list[_RowOfPage]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[Use], node.meta.get(USES_KEY, []))
         if rows and not node.meta.get(CACHED_KEY):
@@ -223,7 +223,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             entries = pages.setdefault(key, [])
             entry = next((c for c in entries if rows[0] in c.rows), None)
             if entry is None:
-                entries.append(entry := _Entry(rows))
+                entries.append(entry := _RowOfPage(rows))
             entry.users.append(node)
     in_graph = compilation.facts.reduces_in_graph
     layouts = [
@@ -262,7 +262,7 @@ class _Update:
 
 
 def _connect(
-    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], facts: GraphFacts
+    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_RowOfPage], facts: GraphFacts
 ) -> _Update | None:
     record = facts.records_amaxes
     begins = layout.recipe.starts_from_own_amax and facts.decisions.condition(InitialScales) is not None
@@ -291,7 +291,7 @@ def _connect(
     return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
 
 
-def _begin(graph: fx.Graph, entry: _Entry, layout: PageLayout, scales: fx.Node, row: int) -> None:
+def _begin(graph: fx.Graph, entry: _RowOfPage, layout: PageLayout, scales: fx.Node, row: int) -> None:
     """Let the users of a row take their scale from their own amax, if the row has none."""
     made: dict[Any, fx.Node] = {}
     for user in in_order(entry.users):
@@ -338,7 +338,7 @@ def _at_the_end(graph: fx.Graph, like: fx.Node) -> Generator[None]:
         set_direction(node, like.meta.get("partitioner_tag"))
 
 
-def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
+def _amax(graph: fx.Graph, entry: _RowOfPage) -> fx.Node | None:
     """The amax of the tensor in this step: of its first use with gradients."""
     for user in entry.users:
         if runs_without_gradients(user):

@@ -157,7 +157,7 @@ class _Flow:
         if node.op != "call_function" or "rand" in str(node.target):
             key: Any = node
         else:
-            parts = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Number(self.keys[n]))
+            parts = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _NodeNumber(self.keys[n]))
             key = (str(node.target), repr(parts))
         return self.numbers.setdefault(key, len(self.numbers))
 
@@ -1056,7 +1056,7 @@ def _is_of_torch(target: Any) -> bool:
     return getattr(target, "namespace", "_operator") in _OF_TORCH
 
 
-class _Number(int):
+class _NodeNumber(int):
     def __repr__(self) -> str:
         return f"%{int(self)}"
 
