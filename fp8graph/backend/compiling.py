@@ -27,13 +27,14 @@ from fp8graph.backend.inductor_passes import (
     TooFewInputs,
     add_spare_inputs,
     code_identity,
+    compile_under,
     copy_dynamo_graph,
     run_eagerly,
     with_taken_inputs,
 )
 from fp8graph.compat import aot, inductor
 from fp8graph.compat.dynamo import has_float_input
-from fp8graph.compat.inductor import compile_fx, compile_fx_inner
+from fp8graph.compat.inductor import compile_fx_inner
 from fp8graph.ir.compilation import Findings, GraphFacts
 from fp8graph.ir.decisions import Decisions, Row, Stacks, explained
 from fp8graph.ir.extra_inputs import SpareInputs
@@ -232,17 +233,11 @@ def _run_compile_fx(
     }
     if inner_compile is not None:
         patches["force_disable_caches"] = True
-    # compile_fx takes the module; Dynamo reads its graph again
-    more_options: dict[str, Any] = {}
-    if settings.compiler == "eager":
-        random, more_options["decompositions"] = inductor.draws_as_eager()
-        patches |= random
-    module = copy_dynamo_graph(graph.module, graph.gradients)
+    module = copy_dynamo_graph(graph.module, graph.gradients)  # compile_fx takes it; Dynamo reads its graph again
     more = add_spare_inputs(module, spares, inputs)
     inner = with_taken_inputs(inner_compile or compile_fx_inner)
     inner = joint.noting_saved(inner, tell=inner_compile is not None, then=after_passes)
-    run = compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner, **more_options)
-    return cast(Callable[..., Any], run)
+    return compile_under(settings, module, [*inputs, *more], patches, inner_compile=inner)
 
 
 @torch.inference_mode(False)  # whatever runs around ``.module``

@@ -357,11 +357,18 @@ def compile_backward(
     first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
     options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), first)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
-    if settings.compiler == "eager":
-        random, extra["decompositions"] = inductor.draws_as_eager()
-        options |= random
     copy = copy_dynamo_graph(module, gradients=False)  # Dynamo reads the original again
-    return cast(Callable[..., Any], compile_fx(copy, list(inputs), config_patches=options, **extra))
+    return compile_under(settings, copy, list(inputs), options, **extra)
+
+
+def compile_under(
+    settings: Settings, module: fx.GraphModule, inputs: list[Any], options: dict[str, Any], **more: Any
+) -> Callable[..., Any]:
+    """``compile_fx``; a graph for which no code is generated draws the random numbers of the eager program."""
+    if settings.compiler == "eager":
+        random, more["decompositions"] = inductor.draws_as_eager()
+        options |= random
+    return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **more))
 
 
 def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
