@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import fp8graph
-from fp8graph.numerics.formats import SCALE, exp2_biased, saturating_cast, unpack_e2m1
+from fp8graph.numerics.formats import SCALE, exp2_biased, unpack_e2m1
+from fp8graph.numerics.hints import saturating_cast
 from fp8graph.numerics.history import HEADER, new_page, updated_page
 from fp8graph.recipes import FP8_MAX, GEMM_LAYOUTS, GEMM_OPERANDS, GemmName
 

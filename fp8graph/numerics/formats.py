@@ -119,11 +119,6 @@ def overflow_as_nan(x: Tensor) -> Tensor:
     return hints.visible(x.to(torch.float32))
 
 
-def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 -> FP8, round to nearest even, saturating, also from inf (see :func:`overflow_as_nan`); NaN stays NaN."""
-    return hints.saturating_cast(x, dtype)
-
-
 def cast_to_e2m1(x: Tensor) -> Tensor:
     """FP32 -> 4-bit codes in uint8, round to nearest even, saturating at 6. Codes 0..7: 0 .5 1 1.5 2 3 4 6; 8: sign.
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from fp8graph.numerics import group_blocks, hints
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
-from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
-from fp8graph.numerics.hints import divide, materialize
+from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, scale_from_amax, table_of
+from fp8graph.numerics.hints import divide, materialize, saturating_cast
 from fp8graph.numerics.history import without_nan
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
 from fp8graph.numerics.transforms import transformed

@@ -17,7 +17,7 @@ import fp8graph
 from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.compat import inductor, torch_build
 from fp8graph.compat.torch_build import CPP_ROUNDS_BETWEEN
-from fp8graph.numerics import formats, quantization, sqnr_db
+from fp8graph.numerics import hints, quantization, sqnr_db
 from fp8graph.recipes import FP8_MAX, Quantizer
 from helpers import (
     ALL,
@@ -65,7 +65,7 @@ def test_a_generated_cast_saturates(dtype: torch.dtype) -> None:
     """As a scale of earlier steps needs it. A CPU's own casts differ from type to type, and from torch to torch."""
     x = torch.tensor([1e30, -1e30, 500.0, -70000.0, torch.inf, 1.0])
     kept: dict[str, Any] = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
-    found = torch.compile(formats.saturating_cast, options=kept)(x, dtype)
+    found = torch.compile(hints.saturating_cast, options=kept)(x, dtype)
     assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float())
 
 

@@ -24,7 +24,7 @@ import fp8graph
 from fp8graph import hardware, offline
 from fp8graph.compat import inductor
 from fp8graph.ir import ops
-from fp8graph.numerics import formats, group_blocks, quantization, sqnr_db
+from fp8graph.numerics import formats, group_blocks, hints, quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
 from fp8graph.recipes import FP8_MAX, resolve_recipe
@@ -391,7 +391,7 @@ def test_a_gpu_casts_with_an_instruction_that_saturates(target: str, dtype: torc
     """So the code has no clamp, and no comparison where inf becomes NaN."""
 
     def cast(x: Tensor) -> Tensor:
-        return formats.saturating_cast(formats.overflow_as_nan(x), dtype)
+        return hints.saturating_cast(formats.overflow_as_nan(x), dtype)
 
     # by the bounds: torchao.float8 has Inductor write another maximum once it is imported
     older, kernel = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8CurrentScaling, Format, numerics
-from fp8graph.numerics import formats, quantization
+from fp8graph.numerics import hints, quantization
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,7 +74,7 @@ def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
     """All bf16 and fp16 values: subnormals, ties, saturation, both infinities, NaN."""
     for source in (torch.bfloat16, torch.float16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source).float()
-        oracle.assert_codes(formats.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
+        oracle.assert_codes(hints.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
 
 
 @pytest.mark.parametrize("dtype", oracle.FNUZ)
@@ -83,7 +83,7 @@ def test_fnuz_is_torchs_own_and_has_one_zero_and_one_nan(dtype: torch.dtype) -> 
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     drawn = torch.randn(2**16, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-48, 16).repeat(2**10)
     x = torch.cat([every, drawn])
-    got, torchs = formats.saturating_cast(x, dtype).view(torch.uint8), x.to(dtype).view(torch.uint8)
+    got, torchs = hints.saturating_cast(x, dtype).view(torch.uint8), x.to(dtype).view(torch.uint8)
     largest = oracle.fp8_max(dtype)
     assert torch.equal(got[~(x.abs() > largest)], torchs[~(x.abs() > largest)])
     assert set(got[x > largest].tolist()) == {0x7F}
@@ -119,7 +119,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype
     ]
     for numbers, codes in cases:
         for sign, bit in ((1, 0), (-1, 128)):
-            got = formats.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
+            got = hints.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
             expected = np.asarray(codes, np.uint8) | np.uint8(bit)
             no_minus_zero = dtype in oracle.FNUZ
             oracle.assert_codes(got, np.where(no_minus_zero & (expected == 0x80), np.uint8(0), expected))

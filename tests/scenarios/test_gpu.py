@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy, hardware, numerics
-from fp8graph.numerics import formats
+from fp8graph.numerics import formats, hints
 from fp8graph.recipes import RECIPE_NAMES, NVFP4BlockScaling, resolve_recipe
 from helpers import compiled_step, multiplied
 
@@ -87,7 +87,7 @@ def test_casts_are_those_of_a_cpu(dtype: torch.dtype) -> None:
     """Of every number of bf16, NaN and inf included, with scales that underflow, fit and overflow."""
 
     def cast(x: Tensor, scale: Tensor) -> Tensor:
-        return formats.saturating_cast(formats.overflow_as_nan(x) * scale, dtype)
+        return hints.saturating_cast(formats.overflow_as_nan(x) * scale, dtype)
 
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for scale in torch.tensor([2.0**-126, 0.3, 1.0, 1000.0, 3e38]):

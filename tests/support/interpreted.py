@@ -39,7 +39,7 @@ from torch._inductor.runtime import triton_helpers  # noqa: E402
 import fp8graph  # noqa: E402
 from fp8graph.compat import inductor  # noqa: E402
 from fp8graph.ir import ops  # noqa: E402
-from fp8graph.numerics import formats, quantization, tile_casts  # noqa: E402
+from fp8graph.numerics import formats, hints, quantization, tile_casts  # noqa: E402
 from fp8graph.numerics.tile_kernel import scale_of  # noqa: E402
 from fp8graph.numerics.transforms import hadamard  # noqa: E402
 from fp8graph.recipes import FP8_MAX  # noqa: E402
@@ -204,7 +204,7 @@ def compare(
 
 def cast(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
     """Both layouts of x * y in FP8."""
-    data = formats.saturating_cast(formats.overflow_as_nan(x * y) * scales[0, 0], torch.float8_e4m3fn)
+    data = hints.saturating_cast(formats.overflow_as_nan(x * y) * scales[0, 0], torch.float8_e4m3fn)
     return [data, data.t().contiguous()]
 
 

@@ -21,10 +21,9 @@ from fp8graph.numerics.formats import (
     nvfp4_global_scale,
     overflow_as_nan,
     pack_e2m1,
-    saturating_cast,
     unpack_e2m1,
 )
-from fp8graph.numerics.hints import materialize
+from fp8graph.numerics.hints import materialize, saturating_cast
 from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Arguments, Groups, LayoutRequest, Shared
 from fp8graph.numerics.scalings.tiled import Tiled

@@ -10,16 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.formats import (
-    amax_of,
-    biased_exponent,
-    exp2_biased,
-    inverse,
-    overflow_as_nan,
-    saturating_cast,
-    widened_columns,
-)
-from fp8graph.numerics.hints import divide, materialize
+from fp8graph.numerics.formats import amax_of, biased_exponent, exp2_biased, inverse, overflow_as_nan, widened_columns
+from fp8graph.numerics.hints import divide, materialize, saturating_cast
 from fp8graph.numerics.scalings.base import Arguments, LayoutRequest, Scaling, Shared, fp8_scales
 from fp8graph.numerics.tiles import join, ordered, pad_to_multiple, padding_needed, tiles_of, untile, with_padding
 from fp8graph.recipes import FP8_MAX, Layout

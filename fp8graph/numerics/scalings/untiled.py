@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import Span, amaxes_of_columns, amaxes_of_groups, group_of_rows
-from fp8graph.numerics.formats import (
-    SCALE,
-    SCALE_INV,
-    amax_of,
-    narrow_amax_of,
-    overflow_as_nan,
-    saturating_cast,
-    table_of,
-)
-from fp8graph.numerics.hints import materialize
+from fp8graph.numerics.formats import SCALE, SCALE_INV, amax_of, narrow_amax_of, overflow_as_nan, table_of
+from fp8graph.numerics.hints import materialize, saturating_cast
 from fp8graph.numerics.scalings.base import Arguments, Groups, LayoutRequest, Scaling, Shared, fp8_scales
 from fp8graph.numerics.tiles import join, largest_of, padding_needed, with_padding
 from fp8graph.recipes import Layout
