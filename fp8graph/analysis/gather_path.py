@@ -157,7 +157,7 @@ def replay(steps: Sequence[fx.Node], first: fx.Node, start: fx.Node, last: Any, 
 
 
 def cast_rows(x: fx.Node, casts: Sequence[torch.dtype], emit: Emit) -> fx.Node:
-    """``x`` after ``casts``, as [rows, columns]."""
+    """Return ``x`` after ``casts``, as [rows, columns]."""
     for dtype in casts:
         x = emit(CONVERT, x, dtype)
     return x if value(x).ndim == 2 else emit(aten.reshape.default, x, [-1, value(x).shape[-1]])

@@ -364,7 +364,7 @@ def compile_backward(
 def compile_under(
     settings: Settings, module: fx.GraphModule, inputs: list[Any], options: dict[str, Any], **more: Any
 ) -> Callable[..., Any]:
-    """``compile_fx``; a graph for which no code is generated draws the random numbers of the eager program."""
+    """Call ``compile_fx``: a graph for which no code is generated draws the random numbers of the eager program."""
     if settings.compiler == "eager":
         random, more["decompositions"] = inductor.draws_as_eager()
         options |= random

@@ -184,7 +184,7 @@ def watching(
 
 
 def _noting(first: list[Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, which puts the arguments of its first call into ``first``."""
+    """Return ``compiled``, which puts the arguments of its first call into ``first``."""
 
     def call(*args: Any) -> Any:
         first[:] = first or args

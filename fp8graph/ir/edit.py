@@ -67,7 +67,7 @@ Emit = Callable[..., fx.Node]  # (target, *args, **kwargs): an insertion at a pl
 def inserted(
     target: Any, *args: Any, like: fx.Node, before: fx.Node | None = None, name: str | None = None, **kwargs: Any
 ) -> fx.Node:
-    """:func:`insert` before ``like``, or before another node; an :data:`Emit` once it has ``like``."""
+    """Insert ``target(*args, **kwargs)`` before ``like``, with its metadata, or before another node."""
     with like.graph.inserting_before(before or like):
         return insert(like.graph, target, args, like=like, name=name, kwargs=kwargs)
 

@@ -45,7 +45,7 @@ def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast multiplies ``x``, or its own."""
+    """Return the dtype in which autocast multiplies ``x``, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

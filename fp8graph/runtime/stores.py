@@ -113,7 +113,7 @@ class Store:
     of_stage: ClassVar[bool] = True
 
     def __init__(self, services: Services) -> None:
-        """The store of one backend, which has ``services``."""
+        """Make the store of one backend, which has ``services``."""
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> Any:

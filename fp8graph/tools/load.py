@@ -207,7 +207,7 @@ def _info(name: str, x: Tensor) -> TensorInfo:
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of ``model`` by their names in a checkpoint."""
+    """Return the parameters and buffers of ``model`` by their names in a checkpoint."""
     state = original_module(model).state_dict(keep_vars=True)
     return {name_in_original(name): x for name, x in state.items()}
 

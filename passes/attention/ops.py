@@ -202,7 +202,7 @@ def _probabilities(
 
 
 def _without_later_keys(scores: Tensor) -> Tensor:
-    """``scores`` [..., queries, keys], and -inf where a key comes after the query."""
+    """Return ``scores`` [..., queries, keys], with -inf where a key comes after the query."""
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(hidden, -math.inf)
 
