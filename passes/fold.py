@@ -84,7 +84,7 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
     for argument in matmul_arguments(matmul):
         tensor, transposed = look_through_transposes(argument)
         if tensor is weight:
-            again = inserted(ops.stored_weight, *weight.args, **weight.kwargs, like=matmul)
+            again = inserted(ops.stored_weight, *weight.args, **cast(Any, weight.kwargs), like=matmul)
             if transposed:
                 again = inserted(aten.permute.default, again, [*range(value(again).ndim - 2), -1, -2], like=matmul)
             matmul.replace_input_with(argument, again)
@@ -108,7 +108,7 @@ def _as_read(
         elif scaled:
             tensors[name] = _laid_out(weight.node, given["scale_inv"], val.shape, turned=view.turned)
         else:
-            ones = {"dtype": val.dtype, "device": val.device}
+            ones: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
             tensors[name] = inserted(aten.full.default, [*val.shape], 1.0, **ones, like=weight.node)
     return tensors
 

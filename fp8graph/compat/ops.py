@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree
 
 from fp8graph.compat import inductor
 
@@ -49,7 +50,7 @@ def define_op(
     return getattr(getattr(torch.ops, library.ns), name).default
 
 
-pytree: Final = torch.utils._pytree
+pytree: Final = _pytree
 HAS_SCALED_ADDMM: Final = hasattr(torch.nn.functional, "scaled_addmm")  # from torch 2.15 on
 
 

@@ -34,6 +34,9 @@ def _written(target: Tensor, x: Tensor) -> None:
     target.copy_(x)
 
 
+def _nothing(target: Tensor, x: Tensor) -> None: ...
+
+
 def _visible(x: Tensor) -> Tensor:
     return torch.where(x.abs() <= FLT_MAX, x, math.nan)
 
@@ -65,7 +68,7 @@ _define = functools.partial(define_op, _library)
 _POINTWISE: Final = (torch.Tag.pointwise,)
 MATERIALIZE: Final = _define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 ARRANGE: Final = _define("arrange(Tensor[] parts, int dim) -> Tensor", _arranged, _shape_of_arrange)
-WRITE: Final = _define("write_(Tensor(a!) target, Tensor x) -> ()", _written, lambda target, x: None)
+WRITE: Final = _define("write_(Tensor(a!) target, Tensor x) -> ()", _written, _nothing)
 LOGISTIC: Final = _define("logistic(Tensor x) -> Tensor", _logistic, torch.empty_like, tags=_POINTWISE)
 _JOIN: Final = _define("join(Tensor[] parts, int dim) -> Tensor", torch.cat, torch.cat)
 _DIVIDE: Final = _define("divide(Tensor a, Tensor b) -> Tensor", torch.div, torch.div, tags=_POINTWISE)
