@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
+import inspect
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -46,11 +48,23 @@ def needs_library(family: str) -> list[pytest.MarkDecorator]:
 
 
 def first_fast(
-    names: str | Sequence[str], cases: Iterable[Any], ids: Any = None, others: pytest.MarkDecorator = pytest.mark.slow
+    names: str | Sequence[str],
+    cases: Iterable[Any],
+    ids: Any = None,
+    others: pytest.MarkDecorator = pytest.mark.slow,
+    also: Collection[str] = (),
 ) -> pytest.MarkDecorator:
-    """``pytest.mark.parametrize``, of which the first case is fast and the others, which show more of it, are slow."""
+    """``pytest.mark.parametrize``, of which the first case is fast and the others, which show more of it, are slow.
+
+    ``also``: by their ids, further fast cases.
+    """
     first, *more = cases
-    marked = [_marked(case, others, several=not isinstance(names, str)) for case in more]
+    named = ids[1:] if isinstance(ids, list) else [getattr(case, "id", case) for case in more]
+    several = not isinstance(names, str)
+    marked = [
+        case if isinstance(name, str) and name in also else _marked(case, others, several=several)
+        for case, name in zip(more, cast("list[Any]", named), strict=True)
+    ]
     return pytest.mark.parametrize(names, [first, *marked], ids=ids)
 
 
@@ -60,6 +74,64 @@ def first_slow(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None
     marked = [_marked(case, pytest.mark.release, several=not isinstance(names, str)) for case in others]
     slow = _marked(first, pytest.mark.slow, several=not isinstance(names, str))
     return pytest.mark.parametrize(names, [slow, *marked], ids=ids)
+
+
+def in_one_test(
+    names: str | Sequence[str], cases: Iterable[Any], ids: Callable[[Any], Any] | Iterable[str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``pytest.mark.parametrize`` for cases that take no time: one test runs all, and reports each that fails.
+
+    Several of these above a test run all combinations. Fixtures are made once.
+    """
+    arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    rows = list(_rows(arguments, cases, ids, several=len(arguments) > 1 or not isinstance(names, str)))
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        one: Callable[..., None] = getattr(test, "one_case", test)
+        inner: list[_Row] = getattr(test, "all_cases", [_Row([], {}, {})])
+        all_cases = [_Row(a.ids + b.ids, a.values | b.values, a.shown | b.shown) for b in inner for a in rows]
+
+        @functools.wraps(one)
+        def run_all(subtests: pytest.Subtests, **fixtures: Any) -> None:
+            __tracebackhide__ = True
+            for case in all_cases:
+                torch._dynamo.reset()
+                torch.manual_seed(0)
+                try:
+                    one(**fixtures, **case.values)
+                except BaseException:  # those by which pytest fails and skips are no Exception
+                    with subtests.test("-".join(case.ids) or None, **case.shown):
+                        raise
+
+        fixtures = [each for name, each in inspect.signature(one).parameters.items() if name not in all_cases[0].values]
+        first = inspect.Parameter("subtests", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        signature = inspect.Signature([first, *fixtures])
+        vars(run_all).update(vars(test), one_case=one, all_cases=all_cases, __signature__=signature)
+        return run_all
+
+    return decorate
+
+
+class _Row(NamedTuple):
+    """A case: its ids, its arguments, and those that have no id."""
+
+    ids: list[str]
+    values: dict[str, Any]
+    shown: dict[str, Any]
+
+
+def _rows(arguments: list[str], cases: Iterable[Any], ids: Any, *, several: bool) -> Iterator[_Row]:
+    """The cases of ``in_one_test``. Raises ValueError for one with a mark: pytest knows no marks within a test."""
+    listed = None if ids is None or callable(ids) else [*ids]
+    for index, case in enumerate(cases):
+        param = case if isinstance(case, type(pytest.param())) else None
+        if param is not None and param.marks:
+            raise ValueError(f"A case with a mark is a test of its own: {case}")
+        values = param.values if param is not None else case if several else (case,)
+        chosen = [ids(value) for value in values] if callable(ids) else [listed[index]] if listed else []
+        labels = [param.id] if param is not None and param.id else [label for label in chosen if label]
+        named = dict(zip(arguments, values, strict=True))
+        yield _Row([str(label) for label in labels], named, {} if labels else named)
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator, *, several: bool) -> Any:

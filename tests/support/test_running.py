@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kept
 import timed
-from helpers import first_fast, first_slow
+from helpers import first_fast, first_slow, in_one_test
 
 
 def tiers(mark: pytest.MarkDecorator) -> list[tuple[Any, list[str], Any]]:
@@ -27,6 +31,43 @@ def test_the_first_of_several_cases_runs_earlier() -> None:
         (("c",), ["slow"], None),
     ]
     assert tiers(first_slow(("x", "y"), [(1, 2), (3, 4)])) == [((1, 2), ["slow"], None), ((3, 4), ["release"], None)]
+
+
+def test_further_cases_are_fast_that_are_named() -> None:
+    cases = ["a", pytest.param("b", id="second"), "c", "d"]
+    assert [marks for _, marks, _ in tiers(first_fast("x", cases, also=["second", "d"]))] == [[], [], ["slow"], []]
+    assert [marks for _, marks, _ in tiers(first_fast("x", [1, 2, 3], list("abc"), also="c"))] == [[], ["slow"], []]
+
+
+def test_cases_in_one_test_fail_one_by_one(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[tuple[str | None, dict[str, Any], str]] = []
+
+    @contextlib.contextmanager
+    def record(label: str | None, **values: Any) -> Iterator[None]:
+        try:
+            yield
+        except AssertionError as error:
+            failed.append((label, values, str(error).partition("\n")[0]))
+
+    @in_one_test("x, y", [(1, 2), pytest.param(3, 4, id="large")])
+    @in_one_test("sign", [1, -1], ids={1: "plus", -1: "minus"}.get)
+    @in_one_test(("z",), [(torch.rand,)])
+    def adds(z: Any, x: int, y: int, sign: int, fixture: int) -> None:
+        assert float(z(1)) == drawn
+        assert sign * (x + y) > fixture, sign * (x + y)
+
+    torch.manual_seed(0)
+    drawn = float(torch.rand(1))  # by each case, as by a test of its own
+    monkeypatch.setattr(subtests, "test", record)
+    assert [*inspect.signature(adds).parameters] == ["subtests", "fixture"]
+    adds(subtests=subtests, fixture=3)
+    assert [(label, sorted(values), said) for label, values, said in failed] == [
+        ("plus", ["x", "y", "z"], "3"),
+        ("minus", ["x", "y", "z"], "-3"),
+        ("large-minus", ["z"], "-7"),
+    ]
+    with pytest.raises(ValueError, match="A case with a mark is a test of its own"):
+        in_one_test("x", [pytest.param(1, marks=pytest.mark.slow)])
 
 
 def test_a_test_without_a_mark_is_fast(request: pytest.FixtureRequest) -> None:
