@@ -12,12 +12,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8graph
 from fp8graph import errors
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, in_one_test
 
 ERRORS = [getattr(errors, name) for name in errors.__all__]
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@in_one_test("error", ERRORS)
 def test_the_tree(error: type[fp8graph.Fp8GraphError]) -> None:
     assert issubclass(error, fp8graph.Fp8GraphError)
     assert issubclass(error, ValueError) == issubclass(error, fp8graph.ConfigError)
@@ -26,8 +26,8 @@ def test_the_tree(error: type[fp8graph.Fp8GraphError]) -> None:
         assert (type(again), str(again), again.args) == (error, "what\nand why", ("what\nand why",))
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("fullgraph", [True, False])
+@in_one_test("error", ERRORS)
+@in_one_test("fullgraph", [True, False])
 def test_not_wrapped_by_dynamo(error: type[fp8graph.Fp8GraphError], fullgraph: bool) -> None:
     def backend(_module: Any, _inputs: Any) -> Any:
         raise error("the message")
@@ -48,7 +48,7 @@ def test_other_errors_are_wrapped(fullgraph: bool) -> None:
         torch.compile(MLP(), backend=backend, fullgraph=fullgraph)(torch.randn(2, 32))
 
 
-@pytest.mark.parametrize("name", errors.__all__)
+@in_one_test("name", errors.__all__)
 def test_every_error_is_public_and_documented(name: str) -> None:
     assert getattr(fp8graph, name) is getattr(errors, name)
     assert getattr(errors, name).__doc__
@@ -66,7 +66,7 @@ def test_an_error_loses_nothing() -> None:
     torch.compile(model, backend=eager_backend(ALL))(x)
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@in_one_test("error", ERRORS)
 def test_a_message_controls_no_terminal(error: type[fp8graph.Fp8GraphError]) -> None:
     first = error("a\x1b]0;title\x07\x7f\u202e\ud800 \u00e4\nb\tc")
     assert str(first) == "a\\x1b]0;title\\x07\\x7f\\u202e\\ud800 \u00e4\nb\\tc"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from helpers import in_one_test
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ROOT / "fp8graph"
@@ -128,7 +128,7 @@ def test_imports_go_down() -> None:
     assert above == []
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "modules"),
     [
         ('importlib.import_module("fp8graph.tools.export")', {"tools.export"}),

@@ -17,7 +17,7 @@ import fp8graph
 from fp8graph import Backend, ConfigError, PolicyError
 from fp8graph.extras import planning
 from fp8graph.ir.settings import Settings
-from helpers import MLP
+from helpers import MLP, in_one_test
 
 PAGES = Path(__file__).parents[1] / "docs" / "api"
 
@@ -42,7 +42,7 @@ def test_the_names() -> None:
         assert [name for name in module.__all__ if not (getattr(module, name).__doc__ or "").strip()] == []
 
 
-@pytest.mark.parametrize("name", fp8graph._PEERS)
+@in_one_test("name", fp8graph._PEERS)
 def test_a_peers_name_answers_with_ours(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'. Its counterpart: ") as raised:
         getattr(fp8graph, name)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fp8graph.analysis.gather_path import Path, path_of, replay
 from fp8graph.ir.nodes import aten, value
 from gathers import Turned, gather, gathered, reasons_of, report_of
-from helpers import traced
+from helpers import in_one_test, traced
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
@@ -67,7 +67,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("body", "shape", "steps"), MOVES)
+@in_one_test(("body", "shape", "steps"), MOVES)
 def test_rows_that_move_as_wholes(body: Any, shape: tuple[int, ...], steps: list[str]) -> None:
     """A scale of each row moves as the rows do."""
     result = result_of(body, *shape)
@@ -117,7 +117,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "shape"), ENDS)
+@in_one_test(("body", "shape"), ENDS)
 def test_there_is_no_path(body: Any, shape: tuple[int, ...]) -> None:
     assert path_of(result_of(body, *shape)) is None
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from fp8graph.analysis.products import CUSTOM, Product, products_of
-from helpers import joint
+from helpers import in_one_test, joint
 
 E4M3 = torch.float8_e4m3fn
 
@@ -68,7 +68,7 @@ def facts(product: Product) -> tuple[str, str, int | None]:
 X, W = torch.empty(32, 64), torch.empty(48, 64)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("function", "expected"),
     [
         (lambda x, w: x @ w.t(), ("aten.mm", "matmul", 2 * 32 * 64 * 48)),

@@ -14,7 +14,7 @@ import fp8graph
 from fp8graph.analysis.siblings import can_be_slices, fits_in_group, sibling_key, size_in_group
 from fp8graph.ir.nodes import MATMULS, aten, nodes
 from fp8graph.ir.sites import Site
-from helpers import Two, Weight, passed, traced
+from helpers import Two, Weight, in_one_test, passed, traced
 
 
 def sites(module: nn.Module, *args: Tensor) -> list[Site]:
@@ -100,7 +100,7 @@ def test_a_dynamic_size() -> None:
     assert size_in_group(dataclasses.replace(site, gemms=[dynamic]), []) == "its output size is dynamic"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("size", "blocks", "fits"),
     [(32, [], True), (24, [], False), (32, [(1, 32), ()], True), (32, [(1, 128)], False), (256, [(128, 128)], True)],
 )
@@ -127,7 +127,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@pytest.mark.parametrize(("body", "slices"), SLICES)
+@in_one_test(("body", "slices"), SLICES)
 def test_results_that_can_be_slices(body: Any, slices: bool) -> None:
     graph = traced(lambda x, w, v: body(x @ w, x @ v), (4, 8), (8, 16), (8, 16))
     assert can_be_slices(list(nodes(graph, (aten.mm.default,)))) == slices

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.analysis.siblings import are_summed, take_out_of_sum
-from helpers import traced
+from helpers import in_one_test, traced
 
 SIN = torch.ops.aten.sin.default
 
@@ -36,12 +36,12 @@ NOT = [
 ]
 
 
-@pytest.mark.parametrize("body", SUMMED)
+@in_one_test("body", SUMMED)
 def test_terms_of_one_sum(body: Any) -> None:
     assert are_summed(graph_and_terms(body)[1])
 
 
-@pytest.mark.parametrize("body", NOT)
+@in_one_test("body", NOT)
 def test_terms_of_no_one_sum(body: Any) -> None:
     assert not are_summed(graph_and_terms(body)[1])
 

@@ -16,7 +16,7 @@ from fp8graph.backend.inductor_passes import JointPass, LowerPass, Stopwatch, ha
 from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.passes import Pass
 from fp8graph.recipes.policy import Policy
-from helpers import ALL, MLP, eager_backend, facts_of
+from helpers import ALL, MLP, eager_backend, facts_of, in_one_test
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ def test_code_is_named_by_all_that_decides_it() -> None:
     assert joint("a", Users("x")).uuid() == joint("a", [Users("x")]).uuid()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("identity", "first"), [(None, None), ("a", lambda graph: None), ("a", Users(None)), ("a", [Users("x"), print])]
 )
 def test_code_of_what_has_no_name_is_not_kept(identity: Any, first: Any) -> None:

@@ -17,7 +17,7 @@ from fp8graph.backend import NAMED, NamedBackend
 from fp8graph.ir.settings import arguments_of
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import ALL, MLP, first_fast, step
+from helpers import ALL, MLP, first_fast, in_one_test, step
 
 
 def test_equal_options_are_one_backend() -> None:
@@ -65,7 +65,7 @@ def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
     assert (settings.save, settings.cache_weights, settings.fuse_linears) == ("memory", False, False)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "message"),
     [
         ({"recipe": "nosuch"}, "unknown recipe 'nosuch'"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8graph import Backend, Policy, Rule
 from fp8graph.ir.settings import Settings
-from helpers import MLP, Counting, eager_backend, first_fast, same_bits
+from helpers import MLP, Counting, eager_backend, first_fast, in_one_test, same_bits
 from tiny_models import causal_lm
 
 
@@ -114,7 +114,7 @@ OTHER_DECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", [*Settings().decisions(), "recipe"])
+@in_one_test("setting", [*Settings().decisions(), "recipe"])
 def test_ranks_that_decide_otherwise_say_so(setting: str) -> None:
     settings = OTHER_DECISIONS[setting]
     others = {name: value for name, value in settings.items() if name != setting}

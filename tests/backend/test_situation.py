@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, register_recipe
 from fp8graph.backend.dynamo_graph import Situation
 from fp8graph.ir.decisions import GatheredInFP8
@@ -13,6 +11,7 @@ from fp8graph.passes.observe.measuring import Observed
 from fp8graph.recipes.autocast import DISABLED, POLICY, Region, region_of
 from fp8graph.recipes.rules import INHERIT
 from fp8graph.runtime.policies import Policies
+from helpers import in_one_test
 
 
 def test_situations_are_keys() -> None:
@@ -43,7 +42,7 @@ def test_conditions_pass_or_last() -> None:
     assert both.without(passing=False) == Situation(**one, conditions=(observed,))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("given", "recipe"),
     [
         (POLICY, INHERIT),

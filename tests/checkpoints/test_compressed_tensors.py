@@ -12,6 +12,7 @@ from fp8graph.checkpoints.compressed_tensors import PRESETS, CompressedTensors, 
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import WHOLE
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 LIBRARY = "compressed_tensors.quantization"
 
@@ -25,7 +26,7 @@ def parsed(config: dict[str, Any]) -> CompressedTensors:
     return CompressedTensors.parse(config, "here")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@in_one_test("preset", PRESETS)
 def test_presets(preset: str) -> None:
     read = parsed(config_of(preset))
     assert read.layer_formats("model.a") == (layer_format(preset),)
@@ -35,7 +36,7 @@ def test_presets(preset: str) -> None:
     assert by_name.layer_formats("model.a") == (layer_format(preset),)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@in_one_test("preset", PRESETS)
 def test_the_library_reads_what_is_written(preset: str) -> None:
     quantization = pytest.importorskip(LIBRARY)
     config = config_of(preset)
@@ -79,7 +80,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "message"),
     [
         (config_of(format="pack-quantized"), "here: format is 'pack-quantized'. Known: 'float-quantized'"),

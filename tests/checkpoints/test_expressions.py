@@ -12,6 +12,7 @@ import pytest
 from fp8graph.checkpoints.config import Expressions
 from fp8graph.checkpoints.modelopt import of_glob
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 NAMES = """
     lm_head model.lm_head model.layers.0.mlp.gate model.layers.0.mlp.gate_proj model.layers.11.self_attn.q_proj
@@ -29,7 +30,7 @@ WRITTEN = r"""
 """.split()
 
 
-@pytest.mark.parametrize("text", WRITTEN)
+@in_one_test("text", WRITTEN)
 def test_they_match_what_re_matches(text: str) -> None:
     expressions = Expressions([text], "here")
     for name in NAMES:
@@ -63,7 +64,7 @@ def test_the_first_that_matches() -> None:
     assert [expressions.first(name) for name in ("model", "models", "lm_head", "xlm_head", "y")] == [1, 2, 3, 0, None]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "text", ["(a+)+!", "((a*)*)*!", "(((a|){9}){9}){9}!", "(a|a)*!", "(a?){40}a{40}!", ".*a.*a.*a.*a.*a.*a.*!"]
 )
 def test_no_expression_takes_long(text: str) -> None:
@@ -81,7 +82,7 @@ def test_one_that_would_take_long_is_named(text: str) -> None:
         expressions.first("a" * 500)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "why"),
     [
         ("[", "cannot be read .unterminated character set"),
@@ -102,9 +103,7 @@ def test_refused_expressions_are_named(text: str, why: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "pattern", ["*.mlp.*", "model?l*", "*[0-9].mlp*", "*.l[!x-z]yers.*", "a[^a]a*", "lm_head", "a[*"]
-)
+@in_one_test("pattern", ["*.mlp.*", "model?l*", "*[0-9].mlp*", "*.l[!x-z]yers.*", "a[^a]a*", "lm_head", "a[*"])
 def test_globs_match_what_fnmatch_matches(pattern: str) -> None:
     expressions = Expressions([of_glob(pattern)], "here", then="$")
     for name in [*NAMES, "a^aa", "a[x"]:

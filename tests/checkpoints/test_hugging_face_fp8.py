@@ -21,6 +21,7 @@ from fp8graph.checkpoints.modelopt import ALGORITHMS
 from fp8graph.checkpoints.shards import Shards
 from fp8graph.checkpoints.writing import write_shards
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 VARIANTS = [
@@ -44,7 +45,7 @@ def test_deepseek_v3() -> None:
     assert stored.names("a") == {"weight": "a.weight", "scale": "a.weight_scale_inv"}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changed", "message"),
     [
         ({"scale_fmt": "ue4m3"}, "quantization_config: scale_fmt is 'ue4m3'. Known: 'float', 'ue8m0'"),
@@ -64,7 +65,7 @@ def test_unknown_configs_are_refused(changed: dict[str, Any], message: str) -> N
         parsed(**changed)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_one_test("variant", VARIANTS)
 def test_transformers_reads_what_is_written(variant: HuggingFaceFP8) -> None:
     variant = replace(variant, ignore=("lm_head",))
     config = variant.config()
@@ -75,7 +76,7 @@ def test_transformers_reads_what_is_written(variant: HuggingFaceFP8) -> None:
     assert written == {**written, **config}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_one_test("variant", VARIANTS)
 def test_tensors_are_those_of_transformers(variant: HuggingFaceFP8) -> None:
     stored = variant.linear()
     linear = FP8Linear(
@@ -93,7 +94,7 @@ def test_tensors_are_those_of_transformers(variant: HuggingFaceFP8) -> None:
         assert theirs["weight_scale_inv"].dtype in stored.scale_dtypes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_one_test("variant", VARIANTS)
 def test_the_config_of_layers(variant: HuggingFaceFP8) -> None:
     layers = {"a": variant.linear(), "b.experts.down_proj": variant.experts()}
     assert HuggingFaceFP8.of(layers, ["lm_head"]) == replace(variant, ignore=("lm_head",))
@@ -154,7 +155,7 @@ MINIMAX_M3: dict[str, Any] = {
 TABLE: dict[str, Any] = {**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "layer", "scheme", "kept"),
     [
         (MINIMAX_M2, "model.layers.0.self_attn.q_proj", "dynamic 128x128", "model.layers.0.block_sparse_moe.gate"),
@@ -234,7 +235,7 @@ NAMES = """
 """
 
 
-@pytest.mark.parametrize("name", NAMES.split())
+@in_one_test("name", NAMES.split())
 def test_skipped_layers_are_those_that_transformers_skips(name: str) -> None:
     for field in ("modules_to_not_convert", "ignored_layers"):
         assert bool(parsed(**{field: SKIPPED}).layer_formats(name)) == should_convert_module(name, SKIPPED)

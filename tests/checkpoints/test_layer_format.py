@@ -17,6 +17,7 @@ from fp8graph.checkpoints.modelopt import ALGORITHMS
 from fp8graph.checkpoints.shards import Shards
 from fp8graph.checkpoints.writing import write_shards
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 E4M3 = torch.float8_e4m3fn
 
@@ -153,7 +154,7 @@ def test_factors_become_divisors() -> None:
     assert dict(NVFP4.write("a", given(NVFP4, **divisors)))["a.weight_scale_2"] == 0.125
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("stored", "weight", "message"),
     [
         (TILES, given(ALGORITHMS["NVFP4"]), "its numbers are torch.uint8"),

@@ -11,6 +11,7 @@ from fp8graph.checkpoints.compressed_tensors import layer_format
 from fp8graph.checkpoints.layer_format import WHOLE
 from fp8graph.checkpoints.modelopt import ALGORITHMS, FILE, ModelOpt
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
@@ -25,7 +26,7 @@ def parsed(config: dict[str, Any]) -> ModelOpt:
     return ModelOpt.parse(config, "here")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@in_one_test("name", ALGORITHMS)
 def test_algorithms(name: str) -> None:
     written = ModelOpt.of({"a": ALGORITHMS[name]}, ["lm_head"])
     assert parsed(written.config()) == parsed(written.files()[FILE]) == written
@@ -33,7 +34,7 @@ def test_algorithms(name: str) -> None:
     assert written.layer_formats("lm_head") == ()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@in_one_test("name", ALGORITHMS)
 def test_the_other_file_is_what_modelopt_makes_of_the_first(name: str) -> None:
     export = pytest.importorskip("modelopt.torch.export.convert_hf_config")
     for layers in ({"a": ALGORITHMS[name]}, {"a": ALGORITHMS[name], "b": ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"]}):
@@ -82,7 +83,7 @@ def test_excluded_modules() -> None:
     assert all(map(read.layer_formats, ["model.layers.1.mlp.up", "model.vision2.fc", "a.lm_head"]))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "message"),
     [
         (

@@ -9,6 +9,7 @@ import pytest
 
 from fp8graph.checkpoints.config import Fields, is_count, is_names, is_pair
 from fp8graph.errors import CheckpointError
+from helpers import in_one_test
 
 
 def test_fields() -> None:
@@ -21,7 +22,7 @@ def test_fields() -> None:
     fields.end()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("ask", "message"),
     [
         (lambda fields: fields.one_of("a", [2, "b"]), "here: a is 1. Known: 2, 'b'."),

@@ -13,6 +13,7 @@ from fp8graph.checkpoints.layer_format import QuantizedWeight, decoded_scales, d
 from fp8graph.numerics import quantize
 from fp8graph.recipes import NVFP4BlockScaling
 from fp8graph.tools.inspect_checkpoint import counts_of, scale_ratio
+from helpers import in_one_test
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
@@ -32,8 +33,8 @@ def fp8(*shape: int, seed: int = 0) -> Tensor:
     return (100 * torch.randn(shape, generator=generator)).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
+@in_one_test("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@in_one_test(
     ("shape", "block"), [((6, 8), (6, 8)), ((6, 8), (1, 8)), ((6, 8), (2, 4)), ((5, 7), (2, 4)), ((3, 64), (1, 32))]
 )
 def test_scales_in_floats(dtype: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) -> None:
@@ -54,8 +55,8 @@ def test_scales_in_e8m0(dtype: torch.dtype) -> None:
     assert decoded_scales(torch.tensor([255], dtype=torch.uint8).view(dtype)).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
-@pytest.mark.parametrize("stored", ["factor", "divisor"])
+@in_one_test("dtype", [torch.uint8, torch.int8])
+@in_one_test("stored", ["factor", "divisor"])
 def test_packed_numbers(dtype: torch.dtype, stored: str) -> None:
     data = torch.arange(256, dtype=torch.uint8).reshape(16, 16)  # each byte once
     scales = torch.rand(16, 2, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from fp8graph.ir import ops
 from fp8graph.numerics import quantization
-from helpers import RECIPES, rounding_to_nearest, same_bits
+from helpers import RECIPES, in_one_test, rounding_to_nearest, same_bits
 
 SHAPES = {  # rows and columns of the parts
     "equal": [(128, 256), (128, 256), (128, 256)],
@@ -20,9 +19,9 @@ SHAPES = {  # rows and columns of the parts
 }
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("operand", ["weight", "grad_output"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@in_one_test("shapes", SHAPES)
+@in_one_test("operand", ["weight", "grad_output"])
+@in_one_test("recipe", RECIPES)
 def test_joined_tensors_are_quantized_as_one(recipe: str, operand: Any, shapes: str) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [

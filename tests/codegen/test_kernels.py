@@ -27,7 +27,7 @@ from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
 from generated import MIXTURES, generate, quantize_after, quantize_inputs, triton_kernels
-from helpers import first_fast, first_slow
+from helpers import first_fast, first_slow, in_one_test
 from recorded import (
     CASES,
     COMPILED,
@@ -252,7 +252,7 @@ _COPY = """
 """
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("source", "is_copy"),
     [
         (_COPY, True),
@@ -304,7 +304,7 @@ def test_the_largest_kernels_spill_nothing_and_store_tiles_in_16_bytes(file: Pat
     assert {fp8_store for _, fp8_store in stores} <= {16, None}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change",
     [{"registers": 65}, {"spills": 8}, {"instructions": 401}, {"store": 4}, {"fp8_store": None}, {"mib": 127}]
     + [{"configuration": None}, {"ops": "silu"}, {"launches": 2}],

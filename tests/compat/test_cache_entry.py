@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
+from helpers import in_one_test
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -91,7 +92,7 @@ def test_other_functions_carry_nothing() -> None:
     assert aot.carried(torch.sin) is None
 
 
-@pytest.mark.parametrize("device", torch._C._autocast_supported_devices())
+@in_one_test("device", torch._C._autocast_supported_devices())
 def test_the_dtype_of_autocast_decides_on_each_device(device: str) -> None:
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     states = [aot.state_that_decides()]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph.compat import checkpointing
 from fp8graph.compat.checkpointing import Checkpointing
-from helpers import first_fast
+from helpers import first_fast, in_one_test
 
 
 class Recompute(torch.autograd.Function):
@@ -73,8 +73,8 @@ def test_a_repetition_is_that_of_its_forward(how: str) -> None:
     assert [position.running for position in seen[2:]] == [[], [], []]
 
 
-@pytest.mark.parametrize("outer", WAYS)
-@pytest.mark.parametrize("inner", WAYS)
+@in_one_test("outer", WAYS)
+@in_one_test("inner", WAYS)
 def test_nested(outer: str, inner: str) -> None:
     """A part that runs again in backward was seen before; a part that is checkpointed again is one more forward."""
     seen, x = Seen(), torch.ones(3, requires_grad=True)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8graph.compat import fsdp
 from fp8graph.errors import Fp8GraphError
+from helpers import in_one_test
 
 needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 
@@ -105,7 +106,7 @@ def _sharded_parameter(**changed: Any) -> _State:
     return _Sharded(**values | changed)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changed", "reason"),
     [
         ({}, None),

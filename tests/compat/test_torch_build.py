@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp8graph.compat import torch_build
+from helpers import in_one_test
 
 
 @pytest.mark.parametrize("built", ["cuda", "xpu", None])
@@ -19,7 +20,7 @@ def test_a_gpu_that_is_only_a_name_is_meta(built: str | None, monkeypatch: pytes
         assert torch_build.traceable(torch.device(other)) == torch.device(other)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("version", "numbers"), [("12.9", (12, 9)), ("7.2.53211-e1a6bc5663", (7, 2)), ("13.0", (13, 0)), (None, None)]
 )
 def test_versions_of_toolkits(version: str | None, numbers: tuple[int, int] | None) -> None:

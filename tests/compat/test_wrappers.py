@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fp8graph.compat import wrappers
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, in_one_test
 
 
 def test_the_module_behind_a_wrapper() -> None:
@@ -27,7 +27,7 @@ def test_the_module_behind_a_wrapper() -> None:
     assert wrappers.submodule(torch.compile(inner, backend="eager"), "") is inner  # pyright: ignore
 
 
-@pytest.mark.parametrize("kind", ["module", "in place", "forward", "function", "of torch.nn"])
+@in_one_test("kind", ["module", "in place", "forward", "function", "of torch.nn"])
 def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     backend = eager_backend()
     model: Any = nn.Linear(4, 4) if kind == "of torch.nn" else MLP()

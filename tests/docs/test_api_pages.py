@@ -13,6 +13,7 @@ import pytest
 import fp8graph
 from fp8graph import numerics
 from fp8graph.extras import planning
+from helpers import in_one_test
 from samples import ROOT, anchors, name_of, run, samples, without_a_reason
 from samples import apart as apart  # a fixture
 
@@ -43,7 +44,7 @@ def found(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@in_one_test("module", MODULES)
 def test_every_public_name_is_on_a_page(module: str) -> None:
     documented = [found(path) for page in PAGES for path in paths(page)]
     public = {name: getattr(importlib.import_module(module), name) for name in found(module).__all__}
@@ -70,7 +71,7 @@ def test_groups_and_pages_are_recognised() -> None:
     assert {"fp8graph.extras.kv_cache", "fp8graph.extras.gradients"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@in_one_test("page", PAGES, ids=name_of)
 def test_every_section_is_in_its_pages_table_and_has_an_example(page: Path) -> None:
     own = [slug for slug in [*anchors(page)][1:] if f"](#{slug})" in TEXTS[page]]
     names = [name for each, name in SECTIONS if each == page]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8graph
+from helpers import in_one_test
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 
@@ -63,8 +64,8 @@ def test_errors_are_those_of_half_a_step(make: Any, name: str, bits: int) -> Non
     assert list(line.get_ydata()) == (100 * error).tolist()
 
 
-@pytest.mark.parametrize("layout", ["rowwise", "columnwise"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@in_one_test("layout", ["rowwise", "columnwise"])
+@in_one_test("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_each_element_is_its_code_times_its_scale(make: Any, recipe: str, layout: Any) -> None:
     x = make.example()
     q = fp8graph.numerics.quantize(x, make.RECIPES[recipe], "input", layout)

@@ -19,6 +19,7 @@ import pytest
 
 import fp8graph
 from fp8graph.offline import available
+from helpers import in_one_test
 from samples import ROOT
 
 jupytext: Any = importlib.import_module("jupytext")
@@ -59,7 +60,7 @@ def test_notebooks_convert_to_ipynb_and_back(notebook: Path, tmp_path: Path) -> 
     assert "code code code" not in " ".join(kinds)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+@in_one_test("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_its_links(notebook: Path) -> None:
     """Of a file, from where the notebook is: the site's build knows the headings."""
     prose = "\n".join(cell.source for cell in cells(notebook) if cell.cell_type == "markdown")
@@ -68,7 +69,7 @@ def test_its_links(notebook: Path) -> None:
     assert [link for link in links if not (FOLDER / link).is_file()] == []
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+@in_one_test("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_a_cell_prints_what_it_shows(notebook: Path) -> None:
     """Jupyter shows the value of a last expression, too: of a picture's legend, an address in memory."""
     sources = [cell.source for cell in cells(notebook) if cell.cell_type == "code"]

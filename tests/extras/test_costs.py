@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 
 from fp8graph import hardware
 from fp8graph.extras.planning.scoring import GemmScore, seconds
 from fp8graph.recipes import resolve_recipe
+from helpers import in_one_test
 
 FOUND = GemmScore(
     site="up", op="linear", group="up", gemm="fprop", candidate=0, m=8192, n=4096, k=4096, dtype=torch.bfloat16,
@@ -25,8 +25,8 @@ def test_the_error_of_each_gemm() -> None:
     assert dataclasses.replace(FOUND, gemm="wgrad", square_reference=0.0).error == 0.0
 
 
-@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+@in_one_test("gemm", ["fprop", "dgrad", "wgrad"])
+@in_one_test("name", ["tensorwise", "rowwise", "delayed"])
 def test_a_large_gemm_is_faster_in_fp8(gemm: str, name: str) -> None:
     device, found = hardware.from_target("sm_90"), dataclasses.replace(FOUND, gemm=gemm)
     plain, fp8 = (seconds(found, recipe, device, 1) for recipe in (None, resolve_recipe(name)))

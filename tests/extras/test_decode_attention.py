@@ -23,7 +23,7 @@ from fp8graph.extras.decode_attention import NAME, decode_attention, use_decode_
 from fp8graph.extras.kv_cache import Fp8StaticCache
 from fp8graph.numerics import sqnr_db
 from fp8graph.tools.explain import Generating
-from helpers import NONE
+from helpers import NONE, in_one_test
 from kv_caches import IDS, generate, model_of
 from tiny_models import TINY, causal_lm
 
@@ -73,9 +73,9 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("scaling", [None, 0.5])
+@in_one_test("groups", [1, 3])
+@in_one_test("mask", MASKS)
+@in_one_test("scaling", [None, 0.5])
 def test_the_numbers_are_those_of_the_formula(groups: int, mask: str, scaling: float | None) -> None:
     """In float64, head by head; and SDPA's."""
     module, query, key, value = heads(groups)

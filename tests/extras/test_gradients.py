@@ -17,14 +17,14 @@ import gradients
 from fp8graph.errors import Fp8GraphError
 from fp8graph.extras.gradients import GradientWire, from_bytes, send_gradients_in_fp8, to_bytes
 from fp8graph.numerics import sqnr_db
-from helpers import first_slow
+from helpers import first_slow, in_one_test
 from ranks import run_each, run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("numbers", [1, 128, 300])
+@in_one_test("dtype", [E4M3, E5M2])
+@in_one_test("numbers", [1, 128, 300])
 def test_bytes_hold_the_numbers(numbers: int, dtype: torch.dtype) -> None:
     x = torch.randn(3, numbers) * torch.logspace(-6, 6, numbers)
     message = to_bytes(x, dtype)

@@ -18,7 +18,7 @@ from fp8graph.errors import ConfigError
 from fp8graph.extras.kv_cache import Fp8DynamicCache, Fp8StaticCache, compare_logits
 from fp8graph.extras.kv_layer import Fp8Layer
 from fp8graph.numerics import sqnr_db
-from helpers import NONE
+from helpers import NONE, in_one_test
 from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of
 from tiny_models import TINY, causal_lm
 
@@ -38,9 +38,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("exact_prefill", [False, True], ids=["stored", "exact"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", MODELS)
+@in_one_test("exact_prefill", [False, True], ids=["stored", "exact"])
+@in_one_test("static", [False, True], ids=["dynamic", "static"])
+@in_one_test("name", MODELS)
 def test_cache_equals_the_emulated_cache(name: str, static: bool, exact_prefill: bool) -> None:
     model = MODELS[name]()
     settings: dict[str, Any] = {"exact_prefill": exact_prefill}
@@ -356,7 +356,7 @@ def test_a_static_cache_without_room_says_so(stored: int) -> None:
         model(IDS[:, :10], past_key_values=cache)  # all of the room
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@in_one_test("case", REFUSED)
 def test_wrong_arguments(case: str) -> None:
     kind, arguments, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):

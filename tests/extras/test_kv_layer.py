@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 import fp8graph
 from fp8graph.errors import ConfigError
 from fp8graph.extras.kv_layer import Fp8Layer
+from helpers import in_one_test
 from kv_caches import quantized, rounded
 
 KINDS: dict[str, Callable[[], CacheLayerMixin]] = {
@@ -42,8 +43,8 @@ def states(tokens: int, seed: int = 0, size: int = 8, dtype: torch.dtype = torch
     return (x * torch.logspace(-3, 3, tokens).view(1, -1, 1, 1)).to(dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("power_2_scale", [False, True])
+@in_one_test("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@in_one_test("power_2_scale", [False, True])
 def test_bytes_and_scales_are_the_oracles(dtype: torch.dtype, power_2_scale: bool) -> None:
     layer, _ = layers("dynamic", power_2_scale=power_2_scale)
     keys, values = states(9, dtype=dtype), states(9, 1, size=4, dtype=dtype)  # heads of two sizes
@@ -85,8 +86,8 @@ def test_numbers_at_the_edges() -> None:
 CALLS = ((5, 1, 1, 1, 1), (3, 2, 4, 1), (1,) * 9, (9,), (7, 1, 3))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("calls", CALLS, ids=str)
+@in_one_test("kind", KINDS)
+@in_one_test("calls", CALLS, ids=str)
 def test_tokens_move_as_in_transformers(kind: str, calls: tuple[int, ...]) -> None:
     """The keys and values that attention reads, and the sizes that masks are made of, call by call."""
     layer, reference = layers(kind)
@@ -116,8 +117,8 @@ def test_the_bytes_do_not_depend_on_the_calls(kind: str) -> None:
     assert all(map(torch.equal, whole.tensors, parts.tensors))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [4, 9])
+@in_one_test("kind", KINDS)
+@in_one_test("tokens", [4, 9])
 def test_the_first_call_may_be_exact(kind: str, tokens: int) -> None:
     """Returned tensors, not stored ones; a static layer returns as many tokens as its mask has. Again after reset."""
     layer, reference = layers(kind, exact_prefill=True)
@@ -146,8 +147,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", CHANGES)
+@in_one_test("kind", KINDS)
+@in_one_test("change", CHANGES)
 def test_changes_are_those_of_transformers(kind: str, change: str) -> None:
     """And an update after them."""
     layer, reference = layers(kind)

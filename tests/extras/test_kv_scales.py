@@ -24,6 +24,7 @@ from fp8graph.extras.kv_cache import (
     compare_logits,
 )
 from fp8graph.extras.kv_layer import FixedScales, cache_argument
+from helpers import in_one_test
 from kv_caches import E4M3, IDS, generate, model_of
 
 SCALES = torch.tensor([0.02, 0.01]), torch.tensor([0.005, 0.5])
@@ -141,7 +142,7 @@ def test_scales_of_checkpoints() -> None:
     assert torch.equal(cache.layers[0].keys, rounded(keys, torch.tensor([0.5])))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "names",
     [
         ("self_attn.k_scale", "self_attn.v_scale"),
@@ -168,7 +169,7 @@ ONE = torch.ones(2)
 NOT_SCALES: Any = {}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("make", "message"),
     [
         (

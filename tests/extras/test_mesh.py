@@ -12,6 +12,7 @@ import pytest
 import fp8graph
 from fp8graph.cli import main
 from fp8graph.extras.planning import Mesh, Network
+from helpers import in_one_test
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_wrong_mesh(mesh: str, message: str, capsys: pytest.CaptureFixture[str
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"overlap": 1.5}, r"overlap=1\.5"),

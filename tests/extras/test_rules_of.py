@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from fp8graph import INHERIT, Float8CurrentScaling, Policy
 from fp8graph.extras.planning.choose import Decided, policy_of
 from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.recipes.rules import GemmRecipe
+from helpers import in_one_test
 
 T: Decided = ("tensorwise",) * 3
 R: Decided = ("rowwise",) * 3
@@ -59,7 +58,7 @@ def test_names_with_characters_of_globs() -> None:
     assert resolved(policy, "blocks0", "linear") == [resolve_recipe("tensorwise")] * 3
 
 
-@pytest.mark.parametrize("seed", range(30))
+@in_one_test("seed", range(30))
 def test_the_policy_decides_as_the_decisions_say(seed: int) -> None:
     numbers = random.Random(seed)
     recipes: list[GemmRecipe] = ["tensorwise", "rowwise", None, Float8CurrentScaling(fp8_format="E4M3")]  # pyright: ignore

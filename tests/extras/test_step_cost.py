@@ -22,6 +22,7 @@ from fp8graph.extras.planning import Mesh, Network, step_cost, workload
 from fp8graph.extras.planning.workload import MOST_GPUS, Linear, Workload
 from fp8graph.ir.collectives import bytes_sent
 from fp8graph.recipes import resolve_recipe
+from helpers import in_one_test
 from ranks import run_ranks
 from tiny_models import llama_config
 from workloads import llama, llama_8b, tiny_model
@@ -185,8 +186,8 @@ def sent(work: Workload, mesh: str, recipe: str | None = None) -> dict[tuple[str
     return result
 
 
-@pytest.mark.parametrize("mesh", ["dp=8", "fsdp=8", "tp=8", "tp=8,sp", "dp=4,fsdp=64,tp=8,sp", "dp=2048,tp=8"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@in_one_test("mesh", ["dp=8", "fsdp=8", "tp=8", "tp=8,sp", "dp=4,fsdp=64,tp=8,sp", "dp=2048,tp=8"])
+@in_one_test("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_fp8_sends_no_more(mesh: str, recipe: str) -> None:
     before, after = sent(llama_8b(), mesh), sent(llama_8b(), mesh, recipe)
     amaxes = sum(count for (purpose, *_), count in after.items() if purpose == "amaxes")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import ConfigError, Float8CurrentScaling, Policy, hardware, tune
+from helpers import in_one_test
 from tiny_models import causal_lm
 
 
@@ -197,7 +198,7 @@ def test_delayed_is_measured_with_scales_of_the_tensor(target: str) -> None:
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "message"),
     [
         ({"budget": 1.5}, r"budget=1.5\): budget must be a number from 0 to 1"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
-
 from fp8graph.extras.planning.choose import Option, curve, hull, start, steps, total, within_error, within_seconds
+from helpers import in_one_test
 
 Decisions = dict[str, list[Option]]
 
@@ -56,7 +55,7 @@ def test_steps_save_less_and_less_per_error() -> None:
         assert all(a.error <= b.error and a.seconds >= b.seconds for a, b in itertools.pairwise(points))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_one_test("seed", range(20))
 def test_within_a_bound_it_is_at_most_one_decision_from_the_best(seed: int) -> None:
     decisions = random_decisions(seed)
     points, choices = curve(decisions), every_choice(decisions)

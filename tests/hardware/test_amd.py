@@ -15,7 +15,7 @@ from fp8graph import hardware
 from fp8graph.hardware.amd import AMD, BOARDS
 from fp8graph.numerics import quantization
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
-from helpers import MLP, eager_backend, first_fast, step
+from helpers import MLP, eager_backend, first_fast, in_one_test, step
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bfloat16
 MULTIPLIED = {
@@ -33,7 +33,7 @@ def named(recipe: str) -> Recipe:
     return found
 
 
-@pytest.mark.parametrize("target", MULTIPLIED)
+@in_one_test("target", MULTIPLIED)
 def test_which_recipes_are_multiplied(target: str) -> None:
     device = hardware.from_target(target)
     names = {"tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"}
@@ -60,7 +60,7 @@ REASONS: list[tuple[str, str, torch.dtype, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "target", "dtype", "reason"), REASONS)
+@in_one_test(("recipe", "target", "dtype", "reason"), REASONS)
 def test_obstacle_on_amd(recipe: str, target: str, dtype: torch.dtype, reason: str | None) -> None:
     device, found = hardware.from_target(target), named(recipe)
     assert device.obstacle(device.quantizer(found, "input"), device.quantizer(found, "weight"), dtype) == reason
@@ -75,9 +75,7 @@ def test_the_second_operand_of_rows_is_e4m3() -> None:
         assert "only take E4M3 as the second operand" in str(device.obstacle(weight, dy, BF16))
 
 
-@pytest.mark.parametrize(
-    ("rocm", "fits"), [(None, True), ((7, 0), True), ((7, 2), True), ((6, 4), False), ((7, 14), False)]
-)
+@in_one_test(("rocm", "fits"), [(None, True), ((7, 0), True), ((7, 2), True), ((6, 4), False), ((7, 14), False)])
 def test_mx_needs_a_rocm_whose_order_of_scales_is_written(rocm: tuple[int, ...] | None, fits: bool) -> None:
     device = dataclasses.replace(hardware.from_target("gfx950"), rocm=rocm)  # pyright: ignore[reportCallIssue]
     a, b = (device.quantizer(named("mxfp8"), operand) for operand in ("input", "weight"))
@@ -90,7 +88,7 @@ def test_grouped_matmuls_are_emulated() -> None:
     assert device.obstacle(a, b, BF16, grouped=True) == "gfx950 has no grouped FP8 GEMM with one scale per row"
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@in_one_test("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_only_gfx942_has_types_of_its_own_and_only_where_it_multiplies(recipe: str) -> None:
     found = named(recipe)
     for target in MULTIPLIED:
@@ -102,7 +100,7 @@ def test_only_gfx942_has_types_of_its_own_and_only_where_it_multiplies(recipe: s
             assert dtype == (fnuz[of_recipe] if own else of_recipe)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("target", "name", "board"),
     [
         ("gfx942", "", "MI300X"),

@@ -19,7 +19,7 @@ from fp8graph.compat import torch_build
 from fp8graph.numerics import dequantize, quantize
 from fp8graph.numerics.matmul import bf16_product
 from fp8graph.recipes import resolve_recipe
-from helpers import MLP, eager_backend, first_fast, step
+from helpers import MLP, eager_backend, first_fast, in_one_test, step
 
 
 def test_cpu_multiplies_one_scale_per_tensor_or_row() -> None:
@@ -81,8 +81,8 @@ def test_no_layer_runs_torchs_reference(recipe: str, dtype: torch.dtype) -> None
     assert {(gemm.recipe, gemm.execution) for gemm in backend.report.gemms} == {(recipe, "native")}
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@in_one_test("scaling", ["tensor", "row"])
+@in_one_test("out_dtype", [torch.float32, torch.bfloat16])
 def test_large_numbers_do_not_overflow_on_the_way(scaling: str, out_dtype: torch.dtype) -> None:
     """The sums times one scale are infinite, times both they are not: 448 * 448 * 64 * 1e33 = 1e40."""
     a, b = (torch.full((16, 64), 448.0).to(torch.float8_e4m3fn) for _ in range(2))

@@ -11,6 +11,7 @@ import torch
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, hardware, numerics
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.recipes import Quantizer, Recipe
+from helpers import in_one_test
 
 E4M3, OTHER = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
@@ -67,7 +68,7 @@ def test_delayed_scaling_is_multiplied_by_the_gemm_of_tensors() -> None:
     assert not device.multiplies("row")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("scalings", "dtype", "reason"),
     [
         (frozenset({"tensor"}), torch.float32, None),

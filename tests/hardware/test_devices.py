@@ -20,6 +20,7 @@ from fp8graph.hardware.amd import AMD
 from fp8graph.hardware.device import CPU
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.tools import bench, doctor
+from helpers import in_one_test
 
 
 @pytest.mark.parametrize(("target", "vendor"), [("cpu", CPU), ("sm_90", NVIDIA), ("gfx942", AMD)])
@@ -30,12 +31,12 @@ def test_each_vendor_knows_its_own_names(target: str, vendor: type[hardware.Hard
     assert [v for v in VENDORS if v.from_target(target, "") is not None] == [vendor]
 
 
-@pytest.mark.parametrize("name", hardware.EXAMPLES)
+@in_one_test("name", hardware.EXAMPLES)
 def test_examples_are_targets(name: str) -> None:
     assert hardware.from_target(name).name == name
 
 
-@pytest.mark.parametrize("target", ["", "gpu", "sm_9", "sm90", "gfx", "GFX942", "cuda", 90])
+@in_one_test("target", ["", "gpu", "sm_9", "sm90", "gfx", "GFX942", "cuda", 90])
 def test_unknown_targets_are_refused(target: Any) -> None:
     with pytest.raises(ConfigError, match="like 'sm_90' or 'gfx942'"):
         hardware.from_target(target)
@@ -80,13 +81,13 @@ def test_the_machine_is_its_gpu_or_its_cpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert hardware.of_machine() == hardware.from_target("cpu")  # nobody's GPU
 
 
-@pytest.mark.parametrize("target", ["sm_999", "sm_1000", "sm_91", "gfx943", "gfx9999"])
+@in_one_test("target", ["sm_999", "sm_1000", "sm_91", "gfx943", "gfx9999"])
 def test_architectures_that_do_not_exist(target: str) -> None:
     with pytest.raises(ConfigError, match=f"target: there is no '{target}'. Known: (sm_70|gfx900), "):
         hardware.from_target(target)
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_121", "gfx90a", "gfx1100"])
+@in_one_test("target", ["sm_90a", "sm_100a", "sm_121", "gfx90a", "gfx1100"])
 def test_architectures_that_exist(target: str) -> None:
     assert hardware.from_target(target).name == target
 

@@ -21,7 +21,7 @@ from fp8graph.compat.torch_build import WHY_NOT_GROUPED
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.numerics import quantization, tiles
 from fp8graph.recipes import LAYOUTS, OperandName, Quantizer, Recipe, resolve_recipe
-from helpers import same_bits
+from helpers import in_one_test, same_bits
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
 GEMMS: dict[str, tuple[tuple[OperandName, bool], tuple[OperandName, bool]]] = {
@@ -60,8 +60,8 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
     return hardware.scaled_mm(a, b, scale_a, scale_b, None, out_dtype, False, scaling=scaling, **settings)
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@in_one_test("gemm", GEMMS)
+@in_one_test("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_the_cuda_rules_are_kept(recipe: str, gemm: str) -> None:
     found = resolve_recipe(recipe)
     assert found is not None
@@ -175,8 +175,8 @@ def test_neither_stride_is_right_for_three_tiles(tiles: int, stride: int) -> Non
     assert not (torch_reads(data, scale, 128) and cublas_reads(data, scale, 128))
 
 
-@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@in_one_test("block", [(1, 128), (128, 128)])
+@in_one_test("layout", LAYOUTS)
 def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> None:
     """Padded to 512 or not, data and scales are the oracle's; what is added are zeros with scale 1. Joined, too."""
     quantizer = Float8BlockScaling(x_block=block).quantizer("input")
@@ -324,7 +324,7 @@ def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
+@in_one_test(("rows", "columns"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
 def test_swizzled_scales(rows: int, columns: int) -> None:
     """The scales as Blackwell's tensor cores read them, byte by byte, padding included."""
     scales = torch.randint(1, 120, (rows, columns), dtype=torch.uint8)
@@ -341,7 +341,7 @@ def test_the_order_of_a_swizzled_block() -> None:
     assert tiles.ordered([scales], tiles.BLOCKS).flatten()[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("target", "cuda", "dtype", "recipe", "reason"),
     [
         ("sm_100", (12, 8), torch.bfloat16, "mxfp8", None),
@@ -447,7 +447,7 @@ def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:
         torch._scaled_mm(a, b.t(), rows, rows.t(), out_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "multiples"),
     [
         ("tensorwise", [(1, 16, 16)] * 3),

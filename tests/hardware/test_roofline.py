@@ -17,6 +17,7 @@ from fp8graph.passes.assign.profit import Uses, judge
 from fp8graph.recipes import Layout
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
+from helpers import in_one_test
 from predicted import BF16, H200, REPLAYED, linear, speedups
 
 H100 = BOARDS["H100"]
@@ -39,7 +40,7 @@ def test_more_rows_pay_more() -> None:
     assert speedups(64, 1024, 1024, speed=REPLAYED)["fprop"] < 1.0  # what quantizes costs more than the GEMM
 
 
-@pytest.mark.parametrize("name", BOARDS)
+@in_one_test("name", BOARDS)
 def test_nothing_is_faster_than_the_hardware(name: str) -> None:
     speed = BOARDS[name].replayed()
     limit = max(speed.fp8_flops / speed.bf16_flops, 2.0)  # arithmetic, or operands half as wide

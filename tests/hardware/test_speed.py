@@ -16,6 +16,7 @@ from fp8graph import Policy, hardware
 from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.speed import RATES, Speed, gemm_seconds, of_data_sheet, of_device_name
 from fp8graph.numerics.scalings import SCALINGS
+from helpers import in_one_test
 from predicted import H200
 
 SPEED = {
@@ -75,7 +76,7 @@ def test_a_bad_table(tmp_path: Path, text: str | None) -> None:
         fp8graph.Backend(target=str(path))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("target", "device_name", "board"),
     [
         ("sm_90", "", "H100"),
@@ -135,7 +136,7 @@ def test_a_data_sheet_with_another_rate_for_mxfp8() -> None:
 GEFORCE = [name for name in BOARDS if name.startswith("RTX 50")]
 
 
-@pytest.mark.parametrize("board", [*GEFORCE, *(name for name in BOARDS if "PRO" in name), "GB10"])
+@in_one_test("board", [*GEFORCE, *(name for name in BOARDS if "PRO" in name), "GB10"])
 def test_rates_of_blackwell_outside_of_data_centers(board: str) -> None:
     """GeForce halves what accumulates in FP32, bf16 and plain FP8, but no block-scaled product; other cards do not."""
     speed = BOARDS[board]
@@ -169,7 +170,7 @@ def test_low_precision_rates_are_those_of_the_scaling() -> None:
     assert speed.replayed().host_launch == 0
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"bandwidth": 0}, "bandwidth=0"),

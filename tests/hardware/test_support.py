@@ -12,10 +12,11 @@ import fp8graph
 from fp8graph import ConfigError, Float8RowwiseScaling, supports
 from fp8graph.hardware import Support, from_target, support_of
 from fp8graph.recipes import resolve_recipe
+from helpers import in_one_test
 from samples import ROOT
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "target", "native"),
     [
         ("tensorwise", "sm_89", True),
@@ -37,7 +38,7 @@ def test_supports(recipe: Any, target: str, native: bool) -> None:
     assert str(found).startswith(f"{target} multiplies") if native else "fprop is emulated: " in str(found)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "target", "evidence"),
     [
         ("mxfp8", "sm_120", "others' measurement and the sources, not by our run"),

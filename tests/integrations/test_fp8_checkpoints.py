@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from fp8_checkpoints import CONFIG, FORMATS, LINEARS, load, model
+from helpers import in_one_test
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def test_each_linear_has_the_tensors_of_its_format(name: str, folder: Callable[[
     assert others == {key for key in model().state_dict() if not any(f".{linear}." in key for linear in LINEARS)}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@in_one_test("name", FORMATS)
 def test_the_config_names_the_format(name: str, folder: Callable[[str], Path]):
     config = json.loads((folder(name) / "config.json").read_text())
     _holds(config["quantization_config"], FORMATS[name].config)
@@ -63,7 +64,7 @@ def test_the_config_names_the_format(name: str, folder: Callable[[str], Path]):
         _holds(json.loads((folder(name) / file).read_text()), expected)
 
 
-@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.loads])
+@in_one_test("name", [name for name, format in FORMATS.items() if format.loads])
 def test_its_library_loads_the_bytes_as_they_are(name: str, folder: Callable[[str], Path]):
     loaded = load(folder(name)).model.layers[0].mlp.down_proj
     file = _tensors(folder(name))

@@ -17,13 +17,14 @@ import fp8graph
 from fp8graph import StateError
 from fp8graph.compat import distributed
 from fp8graph.integrations import loading
+from helpers import in_one_test
 
 FOLDER = Path(fp8graph.__file__).parent / "integrations"
 FILES = sorted(file for file in FOLDER.glob("*.py") if file.name != "__init__.py")
 _METHODS = {"state_dict", "load_state_dict"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+@in_one_test("file", FILES, ids=[file.stem for file in FILES])
 def test_states_go_through_the_shared_helpers(file: Path) -> None:
     """They refuse a state of one rank, and say that one is missing."""
     nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))

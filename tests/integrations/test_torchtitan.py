@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fp8graph
 from fp8graph.integrations import torchtitan
-from helpers import MLP, first_fast, same_bits
+from helpers import MLP, first_fast, in_one_test, same_bits
 from ranks import run_each, run_ranks
 from torchtitan_on_ranks import Run, graph_trained, refused, titan, trained
 
@@ -134,7 +134,7 @@ def test_layers_whose_forward_is_replaced_keep_their_names() -> None:
     assert found == names
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("backend", "arguments", "message"),
     [
         (

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fp8graph.ir.collectives import bytes_sent, ranks_of
+from helpers import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kind", "ranks", "expected"),
     [
         ("all_gather", 4, 768),

@@ -18,7 +18,7 @@ from fp8graph.ir.naming import Parameter, Place, names_of, possible_names
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
 from fp8graph.recipes.autocast import DISABLED, POLICY, region_of
-from helpers import first_fast
+from helpers import first_fast, in_one_test
 
 NOWHERE = Place(root="", path="", parameter=None)
 TENSORWISE = Policy(default="tensorwise").resolved()
@@ -69,7 +69,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*OTHERS, *SAME])
+@in_one_test("name", [*OTHERS, *SAME])
 def test_the_key_and_its_text_are_equal_where_the_answers_are(name: str) -> None:
     one = Decisions(policy=TENSORWISE)
     other = dataclasses.replace(one, **(OTHERS | SAME)[name])
@@ -97,7 +97,7 @@ def test_sites_of_one_module_are_not_those_of_two() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-@pytest.mark.parametrize("target", ["cpu", "sm_90", "sm_100", "gfx942"])
+@in_one_test("target", ["cpu", "sm_90", "sm_100", "gfx942"])
 def test_a_target_has_one_text(target: str) -> None:
     device = hardware.from_target(target)
     turned = dataclasses.replace(device, scalings=frozenset(reversed(sorted(device.scalings))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8graph.ir.naming import Parameter, Place, names_of, split_source
+from helpers import in_one_test
 
 
 def names(places: list[Place], *parameters: Parameter) -> list[str]:
@@ -79,7 +80,7 @@ def test_several_models_in_one_frame_are_distinguished() -> None:
 P = "parametrizations.w"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("sources", "path", "name"),
     [
         pytest.param(("up.w", "up.g"), "up", "up", id="two of the layer's own"),

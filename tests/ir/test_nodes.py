@@ -22,7 +22,7 @@ from fp8graph.ir.nodes import (
     static_size,
     strides_matter,
 )
-from helpers import NONE, traced, view_of
+from helpers import NONE, in_one_test, traced, view_of
 
 
 def node_of(body: Any, target: Any, *shapes: tuple[int, ...]) -> fx.Node:
@@ -30,7 +30,7 @@ def node_of(body: Any, target: Any, *shapes: tuple[int, ...]) -> fx.Node:
     return node
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("body", "target", "view"),
     [
         (lambda x: x.view(24), aten.view.default, True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -14,15 +13,16 @@ from fp8graph.ir import ops
 from fp8graph.ir.transforms import hadamard_matrix
 from fp8graph.numerics import quantization
 from fp8graph.recipes import OperandName
+from helpers import in_one_test
 
 
 def described(results: Any) -> list[Any]:
     return [(tuple(x.shape), x.stride(), x.dtype) for x in pytree.tree_leaves(results)]
 
 
-@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("shape", [(64, 96), (50, 70), (1, 1), (2, 33, 20)])
-@pytest.mark.parametrize("multiples", [([1, 1], [1, 1]), ([1, 32], [16, 32]), ([1, 1], []), ([], [16, 32])], ids=str)
+@in_one_test("operand", ["input", "weight", "grad_output"])
+@in_one_test("shape", [(64, 96), (50, 70), (1, 1), (2, 33, 20)])
+@in_one_test("multiples", [([1, 1], [1, 1]), ([1, 32], [16, 32]), ([1, 1], []), ([], [16, 32])], ids=str)
 def test_quantize_fp4(operand: OperandName, shape: tuple[int, ...], multiples: tuple[list[int], list[int]]) -> None:
     quantizer = NVFP4BlockScaling().quantizer(operand)
     args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)

@@ -26,7 +26,7 @@ from fp8graph.passes.fix_order import (
 )
 from fp8graph.passes.observe import measuring
 from fp8graph.passes.order_scales import scales_in_rows
-from helpers import same_bits
+from helpers import in_one_test, same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -74,7 +74,7 @@ def test_dequantize_fake(sizes: list[int], dtype: Any, source: Any) -> None:
     assert_fake_agrees(ops.dequantize, torch.randn(sizes).to(dtype), ONE, source)
 
 
-@pytest.mark.parametrize("view", sorted(VIEWS))
+@in_one_test("view", sorted(VIEWS))
 def test_dequantize_fake_of_a_view(view: str) -> None:
     data = VIEWS[view](fp8(4, 6))
     assert_fake_agrees(ops.dequantize, data, ONE, torch.float32)
@@ -112,10 +112,10 @@ def test_scaled_mm_fake(sizes: tuple[int, int, int], pair: Any, out: Any, fast: 
     assert torch.equal(ops.scaled_mm(a, b, ONE, ONE, None, out, fast), packed)
 
 
-@pytest.mark.parametrize(("a", "b"), PAIRS)
-@pytest.mark.parametrize(("out", "with_bias"), OUT)
-@pytest.mark.parametrize("scales", [(0.5, 3.0), (1.0, 1.0), (0.0123, 77.7), (2.0**-20, 2.0**18)])
-@pytest.mark.parametrize(("m", "n", "k"), [(33, 48, 64), (1, 16, 16), (16, 16, 512)])
+@in_one_test(("a", "b"), PAIRS)
+@in_one_test(("out", "with_bias"), OUT)
+@in_one_test("scales", [(0.5, 3.0), (1.0, 1.0), (0.0123, 77.7), (2.0**-20, 2.0**18)])
+@in_one_test(("m", "n", "k"), [(33, 48, 64), (1, 16, 16), (16, 16, 512)])
 def test_scaled_mm(
     a: torch.dtype, b: torch.dtype, out: torch.dtype, with_bias: bool, scales: Any, m: int, n: int, k: int
 ) -> None:

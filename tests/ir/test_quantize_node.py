@@ -13,7 +13,7 @@ from torch import fx
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.quantize_node import QuantizeNode, call
-from helpers import graph_inputs_for, graph_text
+from helpers import graph_inputs_for, graph_text, in_one_test
 
 FP8 = torch.float8_e4m3fn
 
@@ -33,7 +33,7 @@ def test_arguments_have_names_and_defaults() -> None:
     assert quantized.kind.one_scale
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("layouts", "settings", "names"),
     [
         (([1, 16], []), {}, ["rowwise", "scale_inv"]),
@@ -61,7 +61,7 @@ def test_outputs_have_names(layouts: Any, settings: Any, names: list[str]) -> No
             assert value.dtype == FP8
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("block", "multiples", "square"),
     [
         ([128, 128], [16, 16], True),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8graph.ir.nodes import look_through_transposes, swaps_last_dims, value_key
-from helpers import traced
+from helpers import in_one_test, traced
 
 
 def results(body: Any, *shapes: tuple[int, ...]) -> list[fx.Node]:
@@ -34,20 +34,20 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize("body", SAME)
+@in_one_test("body", SAME)
 def test_one_tensor_has_one_key(body: Any) -> None:
     a, b = results(body, (2, 3, 4))
     assert a is not b
     assert value_key(a) == value_key(b)
 
 
-@pytest.mark.parametrize("body", DIFFERENT)
+@in_one_test("body", DIFFERENT)
 def test_tensors_that_may_differ_have_two(body: Any) -> None:
     a, b = results(body, (2, 3, 4))
     assert value_key(a) != value_key(b)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("body", "swaps"),
     [
         (lambda x: x.transpose(-1, -2), True),
@@ -64,7 +64,7 @@ def test_swaps_last_dims(body: Any, swaps: bool) -> None:
     assert swaps_last_dims(node) == swaps
 
 
-@pytest.mark.parametrize(("times", "flipped"), [(0, False), (1, True), (2, False), (3, True)])
+@in_one_test(("times", "flipped"), [(0, False), (1, True), (2, False), (3, True)])
 def test_transposes_are_counted(times: int, flipped: bool) -> None:
     def body(x: Tensor) -> list[Tensor]:
         y = x.sin()

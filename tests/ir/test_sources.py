@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fp8graph.ir.naming import split_source
+from helpers import in_one_test
 
 
 def test_module_paths_of_all_kinds() -> None:
@@ -33,7 +32,7 @@ def test_a_replaced_forward_is_left_out() -> None:
     assert split_source("L['self'].forward.head") == ("self", "forward.head")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "name",
     ["x'y", 'x"y', "x'\"y", "a['t']b", 'a["t"]b', "a[0]b", "a b", "q$r", "a[", "a]", "b\\s", "n\0m", "u\u2028v", "é"],
 )

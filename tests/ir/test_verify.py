@@ -18,7 +18,7 @@ from fp8graph.ir import ops, verify
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import BACKWARD, GEMM_KEY, PASS_KEY, aten, matmul_arguments, nodes, value
 from fp8graph.ir.settings import Settings
-from helpers import first_fast, graph_inputs_for, passed
+from helpers import first_fast, graph_inputs_for, in_one_test, passed
 from stored_weights import stored
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -63,7 +63,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("args", "problem"), BAD)
+@in_one_test(("args", "problem"), BAD)
 def test_a_bad_gemm(args: tuple[Any, ...], problem: str) -> None:
     graph = graph_of(ops.scaled_mm, *args, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=f"after pass 'x'.*{problem}"):
@@ -93,7 +93,7 @@ BLOCKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("scale_a", "scale_b", "problem"), BLOCKS)
+@in_one_test(("scale_a", "scale_b", "problem"), BLOCKS)
 def test_scales_of_tiles(scale_a: Tensor, scale_b: Tensor, problem: str | None) -> None:
     operands = fp8(256, 512), fp8(256, 512).t(), scale_a, scale_b.t()
     graph = graph_of(aten._scaled_mm.default, *operands, None, None, torch.bfloat16, False)
@@ -125,7 +125,7 @@ def test_a_good_gemm() -> None:
             check(graph_of(ops.scaled_mm, *operands, ONE, ONE, bias, torch.bfloat16, True))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("x", "args", "problem"),
     [
         (torch.zeros(2, 2).int(), (E4M3, False, 0.0, [1, 1], []), "quantizes torch.int32"),
@@ -139,7 +139,7 @@ def test_a_bad_quantize(x: Tensor, args: tuple[Any, ...], problem: str) -> None:
         check(graph_of(ops.quantize, x, *args))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("second", "dim", "problem"),
     [
         (torch.zeros(2, 4, dtype=torch.float16), -1, r"joins torch.float16 \(2, 4\) to torch.float32 \(2, 4\)"),
@@ -158,8 +158,8 @@ def test_tensors_that_cannot_be_joined(second: Tensor, dim: int, problem: str) -
         check(graph)
 
 
-@pytest.mark.parametrize("decoded", [False, True])
-@pytest.mark.parametrize("mixed", [False, True])
+@in_one_test("decoded", [False, True])
+@in_one_test("mixed", [False, True])
 def test_a_global_scale_of_another_tensor(mixed: bool, decoded: bool) -> None:
     def multiply(x: Tensor, w: Tensor) -> Tensor:
         made = [ops.quantize(t, torch.uint8, False, 0.0, [1, 32], [], scaling="nvfp4", block=[1, 16]) for t in (x, w)]

@@ -20,7 +20,7 @@ from fp8graph.checkpoints import Checkpoint
 from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
 from fp8graph.numerics import sqnr_db
 from fp8graph.numerics.requantize import requantize
-from helpers import Checkpointed, bits, first_fast, first_slow, same_bits
+from helpers import Checkpointed, bits, first_fast, first_slow, in_one_test, same_bits
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -91,7 +91,7 @@ def delta(layer: Any, name: str = "default") -> Tensor:
 KINDS = ["block", "tensor", "row", "block_e8m0", "mxfp8"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_sum_is_quantized_once_in_the_form_of_the_base(kind: str) -> None:
     model = adapted(base(kind), base(kind, n=K, k=N) if kind in ("tensor", "row") else nn.Linear(N, 8))
     layer, other = lora(model), model.base_model.model[1]
@@ -110,7 +110,7 @@ def test_sum_is_quantized_once_in_the_form_of_the_base(kind: str) -> None:
     assert same_bits(tensors(other), untouched)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_test("kind", KINDS)
 def test_unmerge_restores_every_byte(kind: str) -> None:
     model = adapted(base(kind, bias=True), names=("one", "two"), lora_bias=True)
     before = tensors(lora(model).base_layer)

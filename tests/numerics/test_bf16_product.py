@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8graph.numerics.matmul import BF16_PRODUCT, bf16_product
+from helpers import in_one_test
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(64, 96, 48), (1, 32, 16), (17, 48, 33), (128, 1024, 64)]  # m, k, n; of the first, rounding twice is seen
@@ -25,10 +25,10 @@ def rounded_once(exact: Tensor, accumulation: Tensor) -> tuple[Tensor, Tensor]:
     return (exact - accumulation).float().bfloat16(), (exact + accumulation).float().bfloat16()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("scales", ["one", "rows of powers of two", "rows"])
-@pytest.mark.parametrize("with_bias", [False, True])
+@in_one_test("dtype", [E4M3, E5M2])
+@in_one_test("sizes", SIZES)
+@in_one_test("scales", ["one", "rows of powers of two", "rows"])
+@in_one_test("with_bias", [False, True])
 def test_results_are_rounded_once(
     dtype: torch.dtype, sizes: tuple[int, int, int], scales: str, with_bias: bool
 ) -> None:
@@ -55,7 +55,7 @@ def test_results_are_rounded_once(
         assert not ((low <= twice) & (twice <= high)).all()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+@in_one_test("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
 def test_every_fp8_number_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
     one = torch.ones(())

@@ -12,7 +12,7 @@ import fp8graph
 from fp8graph import Float8BlockScaling, Policy, numerics
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import resolve_recipe
-from helpers import compiled_step, eager_backend, step
+from helpers import compiled_step, eager_backend, in_one_test, step
 
 RECIPE = Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4)
 
@@ -29,8 +29,8 @@ def deepgemm(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return (view * (1.0 / scale_inv)).to(torch.float8_e4m3fn).reshape(x.shape), scale_inv[:, 0, :, 0]
 
 
-@pytest.mark.parametrize(("operand", "tile"), [("input", (1, 128)), ("weight", (128, 128)), ("grad_output", (1, 128))])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@in_one_test(("operand", "tile"), [("input", (1, 128)), ("weight", (128, 128)), ("grad_output", (1, 128))])
+@in_one_test("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_and_scales_are_those_of_deepgemm(operand: Any, tile: tuple[int, int], dtype: torch.dtype) -> None:
     x = (torch.randn(256, 512) * torch.logspace(-9, 4, 256).unsqueeze(1)).to(dtype)
     x[:4] = torch.tensor([448.0, 449.0, 0.0, 1e-6]).to(dtype).unsqueeze(1)  # a power of two, above it, 0, little

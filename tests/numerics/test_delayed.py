@@ -18,6 +18,7 @@ from fp8graph.numerics import quantization
 from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.history import HEADER, delayed_scale, new_page, read_scales, updated_page
 from fp8graph.recipes import Layout
+from helpers import in_one_test
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LENGTHS = [1, 4, 31, 1024]
@@ -28,8 +29,8 @@ def update(page: Tensor, *amaxes: float, fp8_max: float = 448.0, margin: float =
     return updated_page(page, [torch.tensor(a) for a in amaxes], fp8_max, margin, algorithm)
 
 
-@pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
-@pytest.mark.parametrize(
+@in_one_test("fp8_max", [448.0, 57344.0])
+@in_one_test(
     ("amax", "expected"),
     [
         (0.0, 3.0),  # keeps the old scale
@@ -47,7 +48,7 @@ def test_scale_table(amax: float, expected: float | None, fp8_max: float) -> Non
     assert got.item() == (expected or oracle.round_to_float32(fp8_max / value))
 
 
-@pytest.mark.parametrize("margin", [0, 1, 3, 0.5])
+@in_one_test("margin", [0, 1, 3, 0.5])
 def test_margin(margin: float) -> None:
     page = update(new_page(4, 1), 3.0, margin=margin)
     top = oracle.round_to_float32(448.0 * 2.0**-margin)
@@ -55,8 +56,8 @@ def test_margin(margin: float) -> None:
     assert page[0, SCALE_INV].item() == oracle.round_to_float32(1.0 / page[0, SCALE].item())
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@in_one_test("length", LENGTHS)
+@in_one_test("algorithm", ALGORITHMS)
 def test_four_steps_of_constant_tensors(length: int, algorithm: str) -> None:
     """Transformer Engine's test: tensors filled with 3, 1, 2, 5; scale and history after each step, written out."""
     page, seen = new_page(length, 1), list[float]()
@@ -92,9 +93,9 @@ def test_the_order_of_the_slots() -> None:
     assert update(new, 1.0)[0, SCALE].item() == oracle.round_to_float32(448.0 / 6.0)
 
 
-@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@in_one_test("bad", [0.0, math.inf, math.nan])
+@in_one_test("length", LENGTHS)
+@in_one_test("algorithm", ALGORITHMS)
 def test_a_step_that_saw_nothing_or_too_much_changes_nothing(bad: float, length: int, algorithm: str) -> None:
     page = update(update(new_page(length, 2), 3.0, 4.0), 1.0, 2.0)
     new = update(page, bad, 8.0, algorithm=algorithm)
@@ -135,8 +136,8 @@ def test_any_sequence_against_the_oracle(data: st.DataObject) -> None:
         assert page[row, HEADER:].tolist() == history.slots()
 
 
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scale", [1.0, 0.3, 1e-3, 1e4])
+@in_one_test("source", [torch.float32, torch.bfloat16, torch.float16])
+@in_one_test("scale", [1.0, 0.3, 1e-3, 1e4])
 def test_quantize_uses_the_scale_it_is_given(source: torch.dtype, scale: float) -> None:
     """And says what it saw: the amax is that of x, not of what the cast kept."""
     x = torch.randn(7, 9).to(source) * 100

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8graph.numerics import cast_to_representable
 from fp8graph.numerics.gemm_error import gemm_error
 from fp8graph.recipes import Recipe, resolve_recipe
+from helpers import in_one_test
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
@@ -21,9 +22,9 @@ def quantizers(recipe: Recipe) -> list[object]:
     return [*(q.dtype for q in found), *lists, *(list(q.block) for q in found)]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(), (3,)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_one_test("name", RECIPES)
+@in_one_test("shape", [(), (3,)])
+@in_one_test("dtype", [torch.float32, torch.bfloat16])
 def test_against_fp64(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     recipe = resolve_recipe(name)

@@ -14,7 +14,7 @@ from fp8graph.ir import ops
 from fp8graph.numerics import quantization
 from fp8graph.numerics.tiles import BLOCKS, rows_of_blocks
 from fp8graph.recipes import resolve_recipe
-from helpers import first_fast, same_bits
+from helpers import first_fast, in_one_test, same_bits
 
 SIZES = ([5, 0, 130, 18], [0, 0, 0, 24], [0, 33, 2, 64])
 RECIPE = resolve_recipe("mxfp8")
@@ -110,8 +110,8 @@ def test_a_product_of_scales_in_blocks_is_that_of_the_scales(form: str, sizes: l
 SHAPES = [(100, 160, 96, 4), (64, 256, 144, 3), (8, 32, 16, 32), (4096, 2880, 5760, 32)]  # tokens, k, n, experts
 
 
-@pytest.mark.parametrize("ordered", [True, False], ids=["by quantize", "at the GEMM"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_one_test("ordered", [True, False], ids=["by quantize", "at the GEMM"])
+@in_one_test("shape", SHAPES, ids=str)
 def test_torch_accepts_operands_of_all_three_gemms(shape: tuple[int, ...], ordered: bool) -> None:
     """On meta tensors torch checks types, layouts, and the shapes of scales. gpt-oss is the last shape."""
     tokens, k, n, experts = shape

@@ -17,7 +17,7 @@ from fp8graph.numerics import quantization
 from fp8graph.numerics.experts import group_of_rows, grouped_mm, pad_groups, padded_rows
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Layout, OperandName, resolve_recipe
-from helpers import bits
+from helpers import bits, in_one_test
 
 SIZES = ([5, 0, 1, 18], [24, 0, 0, 0], [0, 0, 0, 24], [6, 6, 6, 6], [0, 33, 2, 64])
 # delayed has one scale for all groups
@@ -55,9 +55,9 @@ def same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and torch.equal(bits(a.contiguous()), bits(b.contiguous()))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", EACH_ITS_OWN)
-@pytest.mark.parametrize("operand", ["input", "grad_output"])
+@in_one_test("sizes", SIZES, ids=str)
+@in_one_test("name", EACH_ITS_OWN)
+@in_one_test("operand", ["input", "grad_output"])
 def test_each_group_of_rows_is_a_tensor_of_its_own(name: str, operand: OperandName, sizes: list[int]) -> None:
     recipe = named(name)
     x = torch.randn(sum(sizes), 48, dtype=torch.bfloat16) * torch.rand(sum(sizes), 1) * 100
@@ -138,8 +138,8 @@ def test_rows_after_the_last_group_belong_to_none() -> None:
     assert quantized(x, recipe, "input", "rowwise", [1, 1], offs=offsets([2, 0, 1]))["amax"].amax() == 3
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", [*EACH_ITS_OWN, "delayed", "nvfp4, a scale per row"])
+@in_one_test("sizes", SIZES, ids=str)
+@in_one_test("name", [*EACH_ITS_OWN, "delayed", "nvfp4, a scale per row"])
 def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int]) -> None:
     """fprop and wgrad forms against one GEMM per group, of the decoded numbers."""
     recipe = named(name)
@@ -192,7 +192,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int])
             torch.testing.assert_close(dw[expert], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@in_one_test("sizes", SIZES, ids=str)
 def test_in_high_precision_it_is_one_matmul_a_group(sizes: list[int]) -> None:
     x, dy, w = torch.randn(sum(sizes), 7), torch.randn(sum(sizes), 5), torch.randn(len(sizes), 7, 5)
     y, dw = grouped_mm(x, w, offsets(sizes)), grouped_mm(x.t(), dy, offsets(sizes))

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8graph.numerics import invariant, quantization
 from fp8graph.numerics.experts import grouped_mm
-from helpers import same_bits
+from helpers import in_one_test, same_bits
 
 TOKENS, KEYS = 100, 150
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("k", "n"), [(16, 16), (48, 64), (1000, 24), (2048, 160)])
+@in_one_test("dtype", [torch.float32, torch.bfloat16])
+@in_one_test(("k", "n"), [(16, 16), (48, 64), (1000, 24), (2048, 160)])
 def test_a_row_has_the_same_bits_at_any_place_of_any_batch(dtype: torch.dtype, k: int, n: int) -> None:
     a, b, bias = (torch.randn(shape).to(dtype) for shape in ((TOKENS, k), (k, n), (n,)))
     whole = invariant.mm(a, b, bias)
@@ -74,8 +74,8 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     return invariant.attend_backward(grad, q, k, v, out, logsumexp, mask, causal, None)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("masked", ["no mask", "bool", "numbers"])
+@in_one_test("causal", [True, False])
+@in_one_test("masked", ["no mask", "bool", "numbers"])
 def test_attention_and_its_gradients_are_torchs(causal: bool, masked: str) -> None:
     q, k, v, grad = (torch.randn(2, n, 70, size, dtype=torch.float64) for n, size in ((4, 16), (2, 16), (2, 8), (4, 8)))
     mask: Any = None

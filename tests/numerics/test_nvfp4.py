@@ -20,7 +20,7 @@ from fp8graph import NVFP4BlockScaling, numerics
 from fp8graph.numerics import formats, quantization, random_bits, transforms
 from fp8graph.numerics.gemm_error import gemm_error
 from fp8graph.recipes import Layout, OperandName, Quantizer
-from helpers import first_slow, same_bits
+from helpers import first_slow, in_one_test, same_bits
 
 TRANSFORMER_ENGINE = json.loads(te_nvfp4.FILE.read_text())["digests"]
 SIGNS = NVFP4BlockScaling().hadamard_signs
@@ -119,7 +119,7 @@ def test_the_matrix() -> None:
     assert torch.equal(transforms.hadamard(torch.ones(1).bfloat16(), SIGNS).float(), matrix)
 
 
-@pytest.mark.parametrize("shape", [(64, 40), (50, 40), (1, 3), (16, 1)])
+@in_one_test("shape", [(64, 40), (50, 40), (1, 3), (16, 1)])
 def test_the_transform_of_integers_is_exact(shape: tuple[int, int]) -> None:
     x = torch.randint(-8, 9, shape).float()
     got = transforms.transform_rows(x, transforms.hadamard(x, SIGNS))
@@ -142,8 +142,8 @@ def test_the_transform_along_any_dim(dim: int) -> None:
     assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("operand", ["input", "grad_output"])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@in_one_test("operand", ["input", "grad_output"])
+@in_one_test("source", [torch.bfloat16, torch.float32])
 def test_a_transformed_copy_has_scales_of_its_own(operand: OperandName, source: torch.dtype) -> None:
     """The columnwise copy is that of the transformed tensor, bit for bit; the rowwise one is not transformed."""
     x = (torch.randn(70, 96) * torch.logspace(-2, 2, 96)).to(source)

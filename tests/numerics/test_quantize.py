@@ -16,6 +16,7 @@ import oracle
 from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.numerics import hints, quantization
 from fp8graph.recipes import Layout
+from helpers import in_one_test
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = (E4M3, E5M2, *oracle.FNUZ)
@@ -46,7 +47,7 @@ def scale_of(amax: float, dtype: torch.dtype, **settings: Any) -> float:
     return quantization.scale_from_amax(torch.tensor(amax), oracle.fp8_max(dtype), **settings).item()
 
 
-@pytest.mark.parametrize("dtype", FP8)
+@in_one_test("dtype", FP8)
 def test_the_scale_table(dtype: torch.dtype) -> None:
     fp8_max = oracle.fp8_max(dtype)
     tiny = oracle.round_to_float32(fp8_max / oracle.FLT_MAX / 2)
@@ -69,7 +70,7 @@ def test_any_scale(amax: float, power_2: bool, epsilon: float) -> None:
         assert scale_of(amax, dtype, power_2_scale=power_2, amax_epsilon=epsilon) == expected
 
 
-@pytest.mark.parametrize("dtype", FP8)
+@in_one_test("dtype", FP8)
 def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
     """All bf16 and fp16 values: subnormals, ties, saturation, both infinities, NaN."""
     for source in (torch.bfloat16, torch.float16):
@@ -96,13 +97,13 @@ def test_fnuz_is_torchs_own_and_has_one_zero_and_one_nan(dtype: torch.dtype) -> 
         oracle.assert_codes(torch.tensor([-1e-9]).to(dtype), np.array([0x80], np.uint8))
 
 
-@pytest.mark.parametrize("dtype", FP8)
+@in_one_test("dtype", FP8)
 def test_the_oracle_knows_the_value_of_every_code(dtype: torch.dtype) -> None:
     values = torch.arange(128, dtype=torch.uint8).view(dtype).double().numpy()
     np.testing.assert_array_equal(values, oracle.table(dtype))
 
 
-@pytest.mark.parametrize("dtype", FP8)
+@in_one_test("dtype", FP8)
 def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype) -> None:
     """Every midpoint of two codes, one FP32 step below and above it; past the largest: saturated."""
     finite = oracle.table(dtype)[np.isfinite(oracle.table(dtype))].astype(np.float32)
@@ -144,8 +145,8 @@ def test_shapes_and_views(source: torch.dtype) -> None:
         check(each)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("fields", [{}, {"power_2_scale": True}, {"amax_epsilon": 1e-36}])
+@in_one_test("source", SOURCES)
+@in_one_test("fields", [{}, {"power_2_scale": True}, {"amax_epsilon": 1e-36}])
 def test_magnitudes(source: torch.dtype, fields: dict[str, Any]) -> None:
     """Subnormal elements, scales that overflow FP32 (below fp8_max / FLT_MAX), the largest numbers there are."""
     x = torch.randn(6, 8)
@@ -161,8 +162,8 @@ def test_an_epsilon_above_the_amax_sets_the_scale(source: torch.dtype) -> None:
     assert q.scale_inv == torch.tensor(448.0 / 8.0).reciprocal()
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("special", [0.0, -0.0, math.inf, -math.inf, math.nan])
+@in_one_test("source", SOURCES)
+@in_one_test("special", [0.0, -0.0, math.inf, -math.inf, math.nan])
 def test_special_elements(source: torch.dtype, special: float) -> None:
     for x in (torch.zeros(4, 8), torch.randn(4, 8)):
         x[1, 2] = special
@@ -220,9 +221,9 @@ def test_formats() -> None:
         assert got == expected
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("layout", ["rowwise", "columnwise"])
-@pytest.mark.parametrize(("operand", "dtype"), [("weight", E4M3), ("grad_output", E5M2)])
+@in_one_test("source", SOURCES)
+@in_one_test("layout", ["rowwise", "columnwise"])
+@in_one_test(("operand", "dtype"), [("weight", E4M3), ("grad_output", E5M2)])
 def test_dequantize(source: torch.dtype, layout: Layout, operand: Any, dtype: torch.dtype) -> None:
     """``data * scale_inv`` in FP32, then one rounding to the source's dtype; back in the source's orientation."""
     for shape in ((8, 24), (2, 3, 5)):
@@ -235,9 +236,9 @@ def test_dequantize(source: torch.dtype, layout: Layout, operand: Any, dtype: to
         np.testing.assert_array_equal(got.float().numpy(), expected)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("power_2", [False, True])
-@pytest.mark.parametrize("operand", ["input", "grad_output"])
+@in_one_test("source", SOURCES)
+@in_one_test("power_2", [False, True])
+@in_one_test("operand", ["input", "grad_output"])
 def test_representable_tensors_quantize_without_loss(source: torch.dtype, power_2: bool, operand: Any) -> None:
     """Casting again changes no bit, whatever the magnitude.
 
@@ -308,7 +309,7 @@ def test_quantize_refuses_names_and_classes_of_recipes(recipe: Any) -> None:
         numerics.quantize(torch.zeros(2, 2), recipe, "input", "rowwise")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("x", "layout", "message"),
     [
         (torch.zeros(2, 2), "diagonal", "layout must be one of rowwise, columnwise"),

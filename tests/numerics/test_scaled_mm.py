@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8graph import Float8CurrentScaling, Format, hardware, numerics
 from fp8graph.recipes import OperandName
+from helpers import in_one_test
 
 RECIPE = Float8CurrentScaling()
 
@@ -39,9 +40,9 @@ def multiply(tensors: dict[str, Tensor], gemm: str, recipe: Float8CurrentScaling
     return got, exact[0] @ exact[1].T, plain[0] @ plain[1].T
 
 
-@pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3])
-@pytest.mark.parametrize("power_2", [False, True])
+@in_one_test("gemm", GEMMS)
+@in_one_test("fmt", [Format.HYBRID, Format.E4M3])
+@in_one_test("power_2", [False, True])
 def test_each_gemm_against_float64(gemm: str, fmt: Format, power_2: bool) -> None:
     """The bound: FP32 accumulation of k products, one rounding for each, relative to the largest result."""
     recipe = Float8CurrentScaling(fp8_format=fmt, power_2_scale=power_2)

@@ -15,7 +15,7 @@ from fp8graph.numerics import stats as parts
 from fp8graph.numerics.quantization import quantizer_kwargs
 from fp8graph.numerics.stats import finished, merged, named
 from fp8graph.recipes import FP8_MAX, LAYOUTS, Layout, resolve_recipe
-from helpers import RECIPES
+from helpers import RECIPES, in_one_test
 
 
 def wide(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,8 +54,8 @@ def wanted_of_tensor(x: Tensor, block_size: int = 32) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(64, 96), (33, 70), (2, 40, 33), (1, 1)])
+@in_one_test("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@in_one_test("shape", [(64, 96), (33, 70), (2, 40, 33), (1, 1)])
 def test_a_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = wide(*shape, dtype=dtype).clamp(-6e4, 6e4)
     found, wanted = numerics.statistics(x), wanted_of_tensor(x)
@@ -64,9 +64,9 @@ def test_a_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-5 * wanted["cur_amax"], nan_ok=True), name
 
 
-@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", RECIPES)
+@in_one_test("operand", ["input", "weight", "grad_output"])
+@in_one_test("layout", LAYOUTS)
+@in_one_test("name", RECIPES)
 def test_statistics_equal_those_of_the_decoded_tensor(name: str, layout: Layout, operand: Any) -> None:
     """Counted in the decoded numbers, one by one. The shape is ragged: what pads the data does not count."""
     x, recipe = wide(70, 100), resolve_recipe(name)
@@ -113,7 +113,7 @@ def test_zeros_alone_and_exact_numbers() -> None:
     assert (exact["mse"], exact["sqnr"], exact["overflows%"]) == (0, math.inf, 0)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@in_one_test("name", RECIPES)
 def test_parts_of_micro_batches_are_those_of_the_whole(name: str) -> None:
     """Rows of different sizes and means; all but the quantiles, which are averaged."""
     recipe = resolve_recipe(name)

@@ -17,7 +17,7 @@ from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from fp8graph.ir import ops
 from fp8graph.numerics import formats, quantization
 from fp8graph.recipes import LAYOUTS, Recipe
-from helpers import first_fast, same_bits
+from helpers import first_fast, in_one_test, same_bits
 
 PLAIN_FP4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)  # the rest: test_nvfp4.py
 SOURCES = [torch.bfloat16, torch.float32, torch.float16]
@@ -241,8 +241,8 @@ def decoded(data: Tensor, scale_inv: Tensor) -> Tensor:
     return data.double() * torch.exp2(exponents).repeat_interleave(32, -1)[..., : data.shape[-1]]
 
 
-@pytest.mark.parametrize("order", ["", "128x4"])
-@pytest.mark.parametrize("made", ["alone", "with the rowwise copy", "joined", "in groups"])
+@in_one_test("order", ["", "128x4"])
+@in_one_test("made", ["alone", "with the rowwise copy", "joined", "in groups"])
 def test_columnwise_copy_is_that_of_the_rowwise_numbers(made: str, order: str) -> None:
     """Padded, in blocks and of several parts, too; 60 rows and 80 columns are no whole tiles, and each part is."""
     columns = 128 if made == "joined" else 80
@@ -273,7 +273,7 @@ def sample(name: str, *shape: int) -> Tensor:
     return torch.randn(*shape) * torch.where(sizes.get(name, torch.ones(())) == 0, 1000.0, 1.0)
 
 
-@pytest.mark.parametrize("name", ["normal", "Student's t", "tokens", "channels"])
+@in_one_test("name", ["normal", "Student's t", "tokens", "channels"])
 def test_wgrad_of_the_rowwise_numbers_is_no_less_exact(name: str) -> None:
     """A power of two changes no mantissa: what is rounded twice differs where numbers are small beside their tile."""
     x, dy = sample(name, 1024, 256), sample(name, 1024, 128)

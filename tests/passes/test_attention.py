@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import fx
 
 from attentions import OPS, Attention, qkv, sdpa
@@ -15,7 +14,7 @@ from fp8graph.ir.nodes import backward_nodes
 from fp8graph.ir.sites import Site
 from fp8graph.passes.attention.occurrences import Attention as Found
 from fp8graph.passes.attention.occurrences import Read, Sizes, attention_ops, extra_results
-from helpers import passed
+from helpers import in_one_test, passed
 
 
 def found_in(body: Any, *args: Any) -> tuple[list[Found], fx.Graph]:
@@ -23,7 +22,7 @@ def found_in(body: Any, *args: Any) -> tuple[list[Found], fx.Graph]:
     return list(attention_ops(graph, backward_nodes(graph))), graph
 
 
-@pytest.mark.parametrize("target", [target for target in FORMS if target is not FLEX], ids=str)
+@in_one_test("target", [target for target in FORMS if target is not FLEX], ids=str)
 def test_the_places_of_arguments_are_those_of_the_schemas(target: Any) -> None:
     form = FORMS[target]
     names = [argument.name for argument in schema(form.backward).arguments]

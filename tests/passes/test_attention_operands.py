@@ -13,7 +13,7 @@ from fp8graph.ir.nodes import value
 from fp8graph.passes.attention.occurrences import Sizes
 from fp8graph.passes.attention.quantize import AttentionOperand, quantized_tensor
 from fp8graph.recipes import resolve_recipe
-from helpers import graph_inputs_for
+from helpers import graph_inputs_for, in_one_test
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=8, keys=8, head_size=16, value_size=16)
 
@@ -40,8 +40,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@in_one_test("recipe", ["tensorwise", "rowwise"])
+@in_one_test("name", LAYOUTS)
 def test_decoded_operand_keeps_its_strides(name: str, recipe: str) -> None:
     """Dense; torch gives the result of an op that reads q the same strides."""
     x = LAYOUTS[name]

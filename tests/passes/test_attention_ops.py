@@ -15,6 +15,7 @@ from fp8graph.passes.attention.ops import (
     rounded_attention_backward,
     scaled_attention,
 )
+from helpers import in_one_test
 
 
 def fp8(*shape: int) -> Tensor:
@@ -35,8 +36,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, ...], causal: b
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, 0.3)])
+@in_one_test(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@in_one_test(("causal", "scale"), [(False, None), (True, 0.3)])
 def test_against_float64(heads: int, kv_heads: int, causal: bool, scale: float | None) -> None:
     torch.manual_seed(0)
     q, k, v = fp8(2, heads, 24, 32), fp8(2, kv_heads, 24, 32), fp8(2, kv_heads, 24, 32)

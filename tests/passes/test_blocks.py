@@ -14,7 +14,7 @@ from fp8graph.ir.decisions import Decisions, stacks_of
 from fp8graph.ir.naming import Place
 from fp8graph.ir.sites import Site
 from fp8graph.models import general_policy
-from helpers import first_slow
+from helpers import first_slow, in_one_test
 
 
 def in_high_precision(names: Sequence[str], recipe: str = "nvfp4") -> list[str]:
@@ -25,7 +25,7 @@ def in_high_precision(names: Sequence[str], recipe: str = "nvfp4") -> list[str]:
     return [site.fqn for site in sites if not any(decisions.of(site).recipes.values())]
 
 
-@pytest.mark.parametrize(("blocks", "kept"), [(1, 0), (3, 0), (4, 1), (9, 1), (10, 2), (32, 5), (52, 8)])
+@in_one_test(("blocks", "kept"), [(1, 0), (3, 0), (4, 1), (9, 1), (10, 2), (32, 5), (52, 8)])
 def test_the_last_fifteen_percent(blocks: int, kept: int) -> None:
     names = [f"model.layers.{i}.mlp.up_proj" for i in range(blocks)]
     assert in_high_precision(names) == names[blocks - kept :]

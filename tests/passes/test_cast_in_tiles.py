@@ -20,7 +20,7 @@ from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.tile_casts import CAST, launches_of
 from fp8graph.passes.cast_in_tiles import cast_in_tiles
 from fp8graph.passes.connect_scales import update_page
-from helpers import graph_text, same_bits
+from helpers import graph_text, in_one_test, same_bits
 
 E4M3, SIZE = torch.float8_e4m3fn, (2048, 2048)
 ORDERS = {"rowwise_order": "transposed", "columnwise_order": "transposed"}
@@ -81,7 +81,7 @@ def other_backward(gate: Tensor, dy: Tensor, up: Tensor) -> tuple[Tensor, Tensor
 SQUARE: dict[str, Any] = {"block": [128, 128], "rowwise": [16, 512], "rowwise_order": "", "columnwise_order": ""}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("function", "inputs", "expected"),
     [
         (lambda x: quantized(x), 1, ("", [0])),
@@ -138,7 +138,7 @@ def test_the_text_before_and_after() -> None:
 NOTHING: list[tuple[str, list[str]]] = []
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("function", "sizes"),
     [
         pytest.param(lambda x: quantized(x * 2), [SIZE], id="computed: Inductor fuses it"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8graph.passes.recognize import Dims, Tile, expanded, is_row_major, permuted, stored, tile_of, viewed
+from helpers import in_one_test
 
 
 def places(dims: Dims) -> Tensor:
@@ -52,7 +52,7 @@ def test_every_chain_that_is_understood_is_right(data: Any) -> None:
     assert torch.equal(places(dims), x)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("scale", "shape", "tile"),
     [
         ([[(1, 0)], [(1, 0)]], (6, 8), Tile((6, 8), (1, 1))),

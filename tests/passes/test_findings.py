@@ -14,6 +14,7 @@ from fp8graph.passes.observe.findings import Bounds, PolicySite, crossings, prop
 from fp8graph.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
 from fp8graph.recipes.policy import rule_toml
 from fp8graph.records import StatisticRecord
+from helpers import in_one_test
 
 FQN = "model.layers.3.mlp.down_proj"
 COPY = {"underflows%": 0.0, "saturated%": 0.0, "sqnr": 30.0}
@@ -53,7 +54,7 @@ def test_healthy_tensors_are_not_found() -> None:
     assert crossings([], Bounds(), {}) == []
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("operand", "layout", "gemm"),
     [
         ("input", "rowwise", "fprop"),
@@ -162,7 +163,7 @@ def test_no_rule_is_proposed_where_none_would_help() -> None:
     assert "its graph is gone" in str(proposed(_crossing("weight"), None, [None], {}))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("of", "own"),
     [
         (site(), {}),
@@ -192,7 +193,7 @@ def test_a_name_is_not_a_glob() -> None:
     assert Policy.from_dict(tomllib.loads(rule_toml(rule))).rules == (rule,)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("bounds", "message"),
     [
         ({"underflows": -1}, r"guard\(underflows=-1\): expected a number of percent from 0 to 100, or None"),

@@ -22,7 +22,7 @@ from fp8graph.errors import ConfigError, StateError
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GEMMS
 from guarding import BAD, Block, scales, sharded
-from helpers import Counting, same_bits
+from helpers import Counting, in_one_test, same_bits
 from ranks import run_ranks
 
 RULES = Policy(default="tensorwise", min_speedup=0)
@@ -326,7 +326,7 @@ def test_a_region_is_stronger_than_rules() -> None:
     assert backend.policy == Policy(default=None, min_speedup=0)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("asked", "message"),
     [
         ({"every": 0}, r"guard\(every=0\): expected a whole number of steps >= 1\."),

@@ -28,7 +28,7 @@ from fp8graph.numerics import sqnr_db
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, gather_weights
 from fp8graph.passes.hoist_weights import CachedWeight, hoist_weights, may_keep_weights
-from helpers import ALL, MLP, Weight, brief, eager_backend, facts_of, first_fast, graph_text, view_of
+from helpers import ALL, MLP, Weight, brief, eager_backend, facts_of, first_fast, graph_text, in_one_test, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
@@ -210,7 +210,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     assert known.facts.spares.wanted == 2
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "known",
     [
         pytest.param({"settings": Settings(cache_weights=False)}, id="by the user"),

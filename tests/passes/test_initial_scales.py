@@ -18,7 +18,7 @@ from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.errors import UnsupportedRecipeError
 from fp8graph.numerics import history
-from helpers import MLP, Weight, eager_backend, first_fast, same_bits
+from helpers import MLP, Weight, eager_backend, first_fast, in_one_test, same_bits
 from ranks import run_ranks
 
 AUTO, ONE = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=4, initial_scale="one")
@@ -301,7 +301,7 @@ def test_any_recorded_amax_sets_a_scale() -> None:
     assert history.new_page(1, 2)[:, history.UNSET].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("given", ["auto ", "1", None, 1.0])
+@in_one_test("given", ["auto ", "1", None, 1.0])
 def test_other_initial_scales_are_refused(given: Any) -> None:
     with pytest.raises(UnsupportedRecipeError, match="initial_scale must be"):
         DelayedScaling(initial_scale=given)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Float8BlockScaling, Policy, Rule
 from fp8graph.passes.assign.legality import is_batched, why_not_in_fp8
-from helpers import Weight, passed
+from helpers import Weight, in_one_test, passed
 
 BF16 = torch.bfloat16
 ENDS = torch.tensor([8, 16], dtype=torch.int32)  # of two groups of rows
@@ -71,7 +71,7 @@ REFUSALS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "args", "reason"), REFUSALS)
+@in_one_test(("body", "args", "reason"), REFUSALS)
 def test_illegal_gemm_has_its_reason(body: Any, args: list[Tensor], reason: str) -> None:
     policy = Policy([Rule("*", "tensorwise", op="*")])
     (gemm,) = fp8graph.explain(Function(body), *args, policy=policy, training=False).gemms

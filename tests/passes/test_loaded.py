@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow
+from helpers import in_one_test
 
 NAME, OTHER = "up.input|delayed(amax_history_len=2)", "up.input|delayed(amax_history_len=4)"
 
@@ -96,7 +97,7 @@ def test_the_row_with_the_same_length_goes_before_the_last(length: int, expected
     assert found.scale.tolist() == [expected]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("length", "expected"), [(1, [9.0]), (2, [9.0, 1.0]), (3, [9.0, 1.0, 2.0]), (6, [9.0, 1.0, 2.0, 3.0, 0.0, 0.0])]
 )
 def test_another_length_cuts_or_pads_at_the_end(length: int, expected: list[float]) -> None:

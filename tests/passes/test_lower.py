@@ -17,7 +17,7 @@ from fp8graph.ir.nodes import NAMES_KEY, aten, nodes
 from fp8graph.numerics import matmul
 from fp8graph.passes.lower import FEW, lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling
-from helpers import graph_inputs_for, graph_text, same_bits
+from helpers import graph_inputs_for, graph_text, in_one_test, same_bits
 
 
 def graph_with(target: Any, *args: Any) -> fx.Graph:
@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("target", "args"), CASES)
+@in_one_test(("target", "args"), CASES)
 def test_lowering_changes_no_bit(target: Any, args: tuple[Any, ...]) -> None:
     graph = graph_with(target, *args)
     tensors = [a for a in args if isinstance(a, Tensor)]

@@ -17,7 +17,7 @@ import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.accumulate_wgrad import Gradient, MainGrads, why_not_accumulated
 from fp8graph.runtime.stores import CallContext, Slot
-from helpers import eager_backend, first_fast
+from helpers import eager_backend, first_fast, in_one_test
 
 
 class Block(nn.Module):
@@ -503,7 +503,7 @@ def test_another_parameter_has_another_buffer() -> None:
     assert grads.report() == {"gradient_bytes": 24, "refusals_of_calls": []}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("weight", "gathered", "reason"),
     [
         (nn.Parameter(torch.ones(2, 2)), False, None),

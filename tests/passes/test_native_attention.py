@@ -31,7 +31,7 @@ from fp8graph.ir import verify
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.attention.ops import attend, scaled_attention
 from fp8graph.tools import explain
-from helpers import first_fast, graph_inputs_for
+from helpers import first_fast, graph_inputs_for, in_one_test
 
 pytestmark = pytest.mark.skipif(not HAS_QUANTIZED_ATTENTION, reason="this torch has no op for FP8 attention")
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "gradients": False}
@@ -114,7 +114,7 @@ def test_the_generated_code_calls_flash_attention_3(recipe: str) -> None:
     assert "flash_attention_for_cpu" not in code
 
 
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@in_one_test("size", [64, 96, 128, 256])
 def test_torchs_own_rules_take_it(size: int) -> None:
     q, k, v = (torch.empty(2, heads, 16, size, dtype=torch.float8_e4m3fn, device="meta") for heads in (4, 2, 2))
     scale = torch.empty(2, 2, device="meta")
@@ -204,7 +204,7 @@ def fp8(*shape: int) -> Tensor:
     return torch.zeros(shape).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("q", "scale", "problem"),
     [
         (fp8(2, 4, 8, 16), torch.ones(2, 4), "scales .* for \\(2, 2\\) heads"),

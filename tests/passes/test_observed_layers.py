@@ -14,7 +14,7 @@ from fp8graph import Backend
 from fp8graph.backend.entry import is_compiled
 from fp8graph.errors import ConfigError
 from fp8graph.passes.observe.statistics import Layers, texts
-from helpers import ALL, MLP
+from helpers import ALL, MLP, in_one_test
 
 
 def test_one_text_or_several() -> None:
@@ -51,8 +51,8 @@ def test_statistics_say_it_after_the_first_observed_step(caplog: pytest.LogCaptu
     ]
 
 
-@pytest.mark.parametrize("call", ["observe", "guard"])
-@pytest.mark.parametrize(
+@in_one_test("call", ["observe", "guard"])
+@in_one_test(
     ("layers", "message"),
     [
         ("dwn", "matches no layer of the model. Did you mean 'down'?"),

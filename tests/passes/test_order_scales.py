@@ -12,7 +12,7 @@ import fp8graph
 from fp8graph import MXFP8BlockScaling, Policy
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.numerics import tiles
-from helpers import around, compiled_step, eager_backend, first_fast, same_bits
+from helpers import around, compiled_step, eager_backend, first_fast, in_one_test, same_bits
 
 
 class Block(nn.Module):
@@ -145,9 +145,9 @@ def test_exported_bytes_are_those_without_an_order(monkeypatch: pytest.MonkeyPat
     assert same_bits(list(found[0].values()), list(found[1].values()))
 
 
-@pytest.mark.parametrize("rows", [1, 32])
-@pytest.mark.parametrize("shape", [(128, 4), (3, 5), (256, 12)])
-@pytest.mark.parametrize("order", [tiles.TRANSPOSED, tiles.BLOCKS])
+@in_one_test("rows", [1, 32])
+@in_one_test("shape", [(128, 4), (3, 5), (256, 12)])
+@in_one_test("order", [tiles.TRANSPOSED, tiles.BLOCKS])
 def test_an_order_is_undone(order: str, shape: tuple[int, int], rows: int) -> None:
     scales = torch.arange(shape[0] * shape[1]).reshape(shape).to(torch.uint8)
     rows = rows if order == tiles.BLOCKS else 1
@@ -157,9 +157,9 @@ def test_an_order_is_undone(order: str, shape: tuple[int, int], rows: int) -> No
     assert same_bits(tiles.in_rows(made, order, shape, rows), scales)
 
 
-@pytest.mark.parametrize("axis", [-2, -1])
-@pytest.mark.parametrize("sizes", [(128, 8), (96, 6)])
-@pytest.mark.parametrize("order", [tiles.TRANSPOSED, tiles.BLOCKS])
+@in_one_test("axis", [-2, -1])
+@in_one_test("sizes", [(128, 8), (96, 6)])
+@in_one_test("order", [tiles.TRANSPOSED, tiles.BLOCKS])
 def test_parts_are_ordered_as_the_whole(order: str, sizes: tuple[int, int], axis: int) -> None:
     parts = [torch.randint(0, 250, sizes, dtype=torch.uint8) for _ in range(2)]
     assert same_bits(tiles.ordered(parts, order, axis), tiles.ordered([torch.cat(parts, axis)], order))

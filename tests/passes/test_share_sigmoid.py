@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fp8graph.ir.nodes import NAMES_KEY, PASS_KEY, aten, nodes
 from fp8graph.numerics.hints import LOGISTIC
 from fp8graph.passes.share_sigmoid import share_sigmoid
-from helpers import brief, graph_text, traced
+from helpers import brief, graph_text, in_one_test, traced
 
 
 def silu(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_numbers_differ_by_a_unit_in_the_last_place() -> None:
     assert (product - quotient).abs()[x <= -87].nan_to_num().max() < 2.0**-140
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "function",
     [
         pytest.param(lambda x: x / (torch.exp(-x) + 2), id="another sum"),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8graph import Backend, DelayedScaling, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import LAYOUTS, resolve_recipe
-from helpers import ALL, MLP, RECIPES, first_fast, first_slow, rounding_to_nearest, same_bits, step
+from helpers import ALL, MLP, RECIPES, first_fast, first_slow, in_one_test, rounding_to_nearest, same_bits, step
 from ranks import run_ranks
 
 
@@ -320,7 +320,7 @@ def test_a_backward_that_never_comes() -> None:
     assert {r.operand for r in statistics} == {"input", "weight", "output"}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("asked", "message"),
     [
         ({"every": 0}, r"observe\(every=0\): expected a whole number of steps >= 1\."),

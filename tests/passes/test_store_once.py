@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from fp8graph.ir.nodes import NAMES_KEY, PASS_KEY, nodes
 from fp8graph.numerics.hints import MATERIALIZE
 from fp8graph.passes.store_once import store_once
-from helpers import same_bits, traced
+from helpers import in_one_test, same_bits, traced
 
 Q, ANGLES = (64, 1024, 128), (1024, 128)  # 8 million numbers, and 131 thousand
 
@@ -52,7 +52,7 @@ def test_no_number_changes() -> None:
     assert same_bits([results[0] if isinstance(results, tuple) else results], [rotated(*args)])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("function", "shapes"),
     [
         pytest.param(lambda q, angles: q * angles.cos(), (Q[1:], ANGLES), id="read once by each"),

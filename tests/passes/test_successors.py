@@ -22,7 +22,7 @@ from fp8graph.passes.connect_scales.saved import SavedRow
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.connect_scales.successors import Phases, Successors
 from fp8graph.runtime.policies import Policies
-from helpers import eager_backend, first_fast
+from helpers import eager_backend, first_fast, in_one_test
 from ranks import run_ranks
 
 RECIPE = DelayedScaling(amax_history_len=8)
@@ -272,7 +272,7 @@ def test_the_same_policy_set_again_begins_no_phase() -> None:
     assert found == [1, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("used", "expected"),
     [
         ({"first": [1], "second": [1]}, None),  # at once

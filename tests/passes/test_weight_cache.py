@@ -16,7 +16,7 @@ from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.numerics import quantize
 from fp8graph.passes.hoist_weights import weight_cache
 from fp8graph.runtime import contents
-from helpers import ALL, MLP, RECIPES, Weight, first_fast, same_bits, step
+from helpers import ALL, MLP, RECIPES, Weight, first_fast, in_one_test, same_bits, step
 
 
 def compiled(model: Any, policy: Any = ALL, cache_weights: Any = "update", **kwargs: Any) -> tuple[Any, Backend]:
@@ -42,7 +42,7 @@ def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("made", "wanted", "covers"),
     [
         (((16, 16), (16, 16)), ((16, 16), ()), True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.numerics.hints import ARRANGE, MATERIALIZE, WRITE, arrange, materialize
 from fp8graph.passes.write import write
+from helpers import in_one_test
 
 
 def joined(buffer: Tensor, a: Tensor, b: Tensor) -> None:
@@ -59,7 +59,7 @@ def arguments(columns_first: bool = False) -> list[Tensor]:
     return [buffer, torch.arange(16.0).reshape(4, 4), -torch.arange(16.0).reshape(4, 4)]
 
 
-@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4), (arranged, 2), (stored, 1)])
+@in_one_test(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4), (arranged, 2), (stored, 1)])
 def test_parts_are_written_where_they_belong(function: Callable[..., None], copies: int) -> None:
     expected, got = arguments(), arguments()
     function(*expected)
@@ -74,7 +74,7 @@ def test_parts_are_written_where_they_belong(function: Callable[..., None], copi
     assert torch.equal(got[0], expected[0])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("function", "columns_first"),
     [(single, False), (shared, False), (joined, True), (shifted, False)],
     ids=["nothing to take apart", "read by others", "a strided input", "an input that is read"],

@@ -10,11 +10,12 @@ import pytest
 
 from fp8graph import PolicyError, Rule
 from fp8graph.recipes.expressions import LONGEST_NAME, Name, cost, matches, parsed
+from helpers import in_one_test
 
 NAME = "model.layers.11.self_attn.q_proj"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "flags"),
     [
         (r"(?i)MODEL\.LAYERS.*", 0),
@@ -58,7 +59,7 @@ def test_random_expressions_match_whole_names_as_re_does() -> None:
         assert bool(parsed(text).step(Name(name, 10_000), 1) >> len(name) & 1) == wanted, (text, name)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "fast"),
     [
         (r"model\.layers\.\d+\..*", True),
@@ -77,7 +78,7 @@ def test_re_matches_those_that_it_tries_few_ways_for(text: str, fast: bool) -> N
     assert cost(re.compile(text)) <= 20_000
 
 
-@pytest.mark.parametrize("text", ["(?:a|b)*!", "(.+)+!", "a?" * 60 + "!", "(?:(?:ab?)+c?)*!", "(?:a{0,30}){0,30}!"])
+@in_one_test("text", ["(?:a|b)*!", "(.+)+!", "a?" * 60 + "!", "(?:(?:ab?)+c?)*!", "(?:a{0,30}){0,30}!"])
 def test_the_steps_of_a_match_are_at_most_those_that_were_counted(text: str) -> None:
     part = parsed(text)
     for name in ("a" * LONGEST_NAME, "ab" * (LONGEST_NAME // 2), "abc" * 80):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from fp8graph import NVFP4BlockScaling, Policy
 from fp8graph.recipes import OPERANDS, OperandName
+from helpers import in_one_test
 
 
 def test_the_scopes_of_four_over_six() -> None:
@@ -22,7 +21,7 @@ def test_the_scopes_of_four_over_six() -> None:
     assert found(nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256="weights")[0] == ("MAE", 448.0)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "rotated", "random", "square"),
     [
         ({}, ["input", "grad_output"], ["grad_output"], ["weight"]),

@@ -19,7 +19,7 @@ import fp8graph
 from fp8graph import INHERIT, Float8CurrentScaling, Policy, Rule
 from fp8graph.models import extended, general_policy, policy_of
 from fp8graph.models.general import HEADS
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, in_one_test
 
 TENSORWISE = Float8CurrentScaling()
 
@@ -324,9 +324,7 @@ def test_expressions_that_take_no_bounded_time_are_refused(tmp_path: Path, text:
         Policy.from_dict({"rules": [{"regex": text, "recipe": None}]})
 
 
-@pytest.mark.parametrize(
-    "text", [".?" * 40 + "!", r"(?:\w|.)" * 39 + "!", "(.+)+!", "(?i)(?:A|a)*!", ".{0,40}" * 20 + "!"]
-)
+@in_one_test("text", [".?" * 40 + "!", r"(?:\w|.)" * 39 + "!", "(.+)+!", "(?i)(?:A|a)*!", ".{0,40}" * 20 + "!"])
 def test_expressions_of_a_file_cannot_hang(text: str) -> None:
     """Python's re tries 2**39 ways and more; so it would in copies of the policy."""
     policy = Policy.from_dict({"rules": [{"regex": text, "recipe": None}]})
@@ -386,7 +384,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("make", "message"),
     [
         (lambda: Rule(3, None), "the pattern must be a glob"),  # pyright: ignore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from fp8graph import (
@@ -13,9 +12,10 @@ from fp8graph import (
     recipes,
 )
 from fp8graph.recipes import resolve_recipe
+from helpers import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "expected"),
     [
         ({}, [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]),
@@ -32,7 +32,7 @@ def test_quantizer_has_the_fields_of_its_recipe(fields: dict[str, Any], expected
     assert {(q.power_2_scale, q.amax_epsilon) for q in quantizers} == {(True, 0.25)}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "operand", "dtype", "block"),
     [
         ("rowwise", "grad_output", torch.float8_e4m3fn, (0, 0)),

@@ -24,6 +24,7 @@ from fp8graph import (
     recipes,
 )
 from fp8graph.recipes import Recipe, recipe_from_dict, resolve_recipe
+from helpers import in_one_test
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -51,7 +52,7 @@ def test_frozen_and_keyword_only() -> None:
     assert hash(recipe) == hash(Float8CurrentScaling())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "message"),
     [
         ({"fp8_format": Format.E5M2}, "no NVIDIA GPU multiplies E5M2 by E5M2. Use Format.HYBRID"),
@@ -85,7 +86,7 @@ def test_bad_fields(fields: dict[str, Any], message: str) -> None:
         recipe_from_dict({"type": "Float8CurrentScaling", **fields})
 
 
-@pytest.mark.parametrize("epsilon", [0, 0.0, 1e-45, 1, float(torch.finfo(torch.float32).max)])
+@in_one_test("epsilon", [0, 0.0, 1e-45, 1, float(torch.finfo(torch.float32).max)])
 def test_every_epsilon_that_fp32_holds(epsilon: float) -> None:
     quantizer = Float8CurrentScaling(amax_epsilon=epsilon).quantizer("input")
     assert (quantizer.amax_epsilon, type(quantizer.amax_epsilon)) == (epsilon, float)
@@ -96,7 +97,7 @@ def test_positional_arguments_are_refused() -> None:
         Float8CurrentScaling(Format.E4M3)  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "recipe",
     [
         *(resolve_recipe(name) for name in recipes.RECIPE_NAMES),
@@ -116,7 +117,7 @@ def test_dict_round_trip(recipe: Recipe) -> None:
     assert values == recipe.to_dict()  # reading a dict does not use it up
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "fields",
     [{"fp8_format": Format.E4M3}, {"power_2_scale": True}, {"amax_epsilon": 1e-6}, {"use_fast_accum": (True,) * 3}],
 )
@@ -172,7 +173,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "fields", "message"),
     [
         (DelayedScaling, {"amax_history_len": 0}, "amax_history_len=0.*a whole number >= 1"),

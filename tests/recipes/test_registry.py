@@ -16,9 +16,10 @@ from fp8graph import (
 )
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.recipes import recipe as named
+from helpers import in_one_test
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("value", "message"),
     [
         ("nosuch", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
@@ -45,13 +46,13 @@ def test_recipes_that_do_not_exist(value: Any, message: str) -> None:
         resolve_recipe(value)
 
 
-@pytest.mark.parametrize("name", sorted({*RECIPE_NAMES} - {"rowwise_with_gw_hp"}))
+@in_one_test("name", sorted({*RECIPE_NAMES} - {"rowwise_with_gw_hp"}))
 def test_the_name_of_a_class_leads_to_its_recipe(name: str) -> None:
     with pytest.raises(fp8graph.UnsupportedRecipeError, match=f"Did you mean '{name}'"):
         resolve_recipe(type(resolve_recipe(name)).__name__)
 
 
-@pytest.mark.parametrize("name", recipes.RECIPE_NAMES)
+@in_one_test("name", recipes.RECIPE_NAMES)
 def test_a_built_in_name_cannot_be_given_another_meaning(name: str) -> None:
     with pytest.raises(fp8graph.UnsupportedRecipeError, match=name):
         fp8graph.register_recipe(name, Float8CurrentScaling())
@@ -75,7 +76,7 @@ def test_a_registered_name() -> None:
         resolve_recipe("test_recipes_yours")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "recipe", "message"),
     [
         ("tensorwise", Float8CurrentScaling(), "empty or already taken"),

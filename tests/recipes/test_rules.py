@@ -12,12 +12,12 @@ import torch
 
 import fp8graph
 from fp8graph import INHERIT, Float8CurrentScaling, Policy, PolicyError, Rule
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, in_one_test
 
 TENSORWISE = Float8CurrentScaling()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("pattern", "matching", "others"),
     [
         ("layers.1", ["layers.1"], ["layers.10", "a.layers.1", "layers.1.q", "Layers.1"]),
@@ -40,7 +40,7 @@ def test_patterns_match_the_whole_name(pattern: Any, matching: list[str], others
     assert [name for name in [*matching, *others] if rule.matches(name, "linear")] == matching
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rule_op", "matching"),
     [
         ("linear", {"linear"}),
@@ -69,7 +69,7 @@ def test_attention_has_no_gemms(own: dict[str, Any]) -> None:
         Rule("*", "tensorwise", op="attention", **own)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rule", "expected"),
     [
         (Rule("*", "tensorwise"), (TENSORWISE, TENSORWISE, TENSORWISE)),
@@ -90,7 +90,7 @@ WARM_UP = Policy(
 )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("step", "expected"),
     [
         (0, {"a.down_proj": None, "a.up_proj": None, "head": None}),
@@ -116,13 +116,13 @@ def test_a_schedule_in_a_file(tmp_path: Path) -> None:
     assert Policy.load(file) == Policy([Rule("*", None, steps=(0, 100))])
 
 
-@pytest.mark.parametrize("steps", [(5, 5), (5, 2), (-1, 4), (0.0, 4), (1, 2, 3), (None, 4), 7, "0-100"])
+@in_one_test("steps", [(5, 5), (5, 2), (-1, 4), (0.0, 4), (1, 2, 3), (None, 4), 7, "0-100"])
 def test_bad_schedules(steps: Any) -> None:
     with pytest.raises(fp8graph.PolicyError, match="steps must be"):
         Rule("*", None, steps=steps)
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, None, True])
+@in_one_test("step", [-1, 1.0, None, True])
 def test_bad_steps(step: Any) -> None:
     with pytest.raises(fp8graph.PolicyError, match="at_step"):
         WARM_UP.at_step(step)

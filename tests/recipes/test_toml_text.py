@@ -10,6 +10,7 @@ import pytest
 
 from fp8graph import DelayedScaling, Float8BlockScaling, Policy, PolicyError, Rule, UnsupportedRecipeError
 from fp8graph.recipes.policy import policy_toml, rule_toml
+from helpers import in_one_test
 
 RULES = [
     Rule('a "quoted"\\ name\n', "rowwise", wgrad=None),
@@ -20,7 +21,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"default": None}, {"extends": "default"}, {"keep_heads": True}])
+@in_one_test("settings", [{}, {"default": None}, {"extends": "default"}, {"keep_heads": True}])
 def test_written_policy_is_read_back(settings: dict[str, object]) -> None:
     policy = Policy(RULES, **settings)  # pyright: ignore[reportArgumentType]
     assert Policy.from_dict(tomllib.loads(policy_toml(policy))).identity() == policy.identity()

@@ -12,6 +12,7 @@ from fp8graph.models import FAMILIES, general_policy
 from fp8graph.models.general import families_of
 from fp8graph.recipes.autocast import DISABLED, POLICY, region_of
 from fp8graph.runtime.policies import Policies
+from helpers import in_one_test
 
 
 def policies(policy: Any = None, recipe: Any = None, target: str = "sm_90") -> Policies:
@@ -44,7 +45,7 @@ def in_fp8(policy: Policy, name: str) -> bool:
     return policy.resolve(name, "linear").recipes["fprop"] is not None
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("family", "kept"),
     [
         ("clip", ("visual_projection", "text_projection")),
@@ -67,13 +68,13 @@ def test_families_add_their_rules_unless_the_user_chose(family: str, kept: tuple
     assert chosen.of(())[0] == chosen.current.resolved()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@in_one_test("family", FAMILIES)
 def test_every_rule_of_a_family_is_in_its_policy(family: str) -> None:
     policy, _ = policies().of((family,))
     assert FAMILIES[family].keep.keys() <= {rule.pattern for rule in policy.rules if rule.recipe is None}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kept", "rewritten"),
     [
         ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"),
@@ -89,7 +90,7 @@ def test_default_policy_keeps_routers_and_adapters(kept: str, rewritten: str) ->
     assert (in_fp8(policy, kept), in_fp8(policy, rewritten)) == (False, True)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("policy", "regions", "may"),
     [
         (Policy(default="tensorwise"), [None], True),
@@ -112,7 +113,7 @@ def test_lines_tell_policies_apart() -> None:
     assert lines == [f"rule 0 {Rule('up', None)!r}", "default 'rowwise'", "min_speedup 1.5"]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("owner", "kept", "rewritten"),
     [
         ("timm.models.vision_transformer.VisionTransformer", ("head",), ("blocks.0.mlp.fc1", "blocks.0.attn.proj")),

@@ -15,7 +15,7 @@ import changing
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.errors import StateError
-from helpers import MLP, Counting, eager_backend, first_fast, same_bits
+from helpers import MLP, Counting, eager_backend, first_fast, in_one_test, same_bits
 from ranks import run_each, run_ranks
 
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -153,7 +153,7 @@ def test_states_of_earlier_versions(caplog: pytest.LogCaptureFixture) -> None:
     assert "goes on at step 0" in caplog.text
 
 
-@pytest.mark.parametrize("step", [torch.tensor([-1]), torch.tensor([1.5]), 3, torch.tensor([1, 2])])
+@in_one_test("step", [torch.tensor([-1]), torch.tensor([1.5]), 3, torch.tensor([1, 2])])
 def test_a_damaged_step(step: Any) -> None:
     _, backend = model_and()
     with pytest.raises(StateError, match="'fp8graph.step' is not a whole number >= 0. Nothing was loaded."):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8graph.compat.anchors import anchor, remember_modules
 from fp8graph.runtime import staleness
 from fp8graph.runtime.staleness import Unchanged, WeightUpdates, identities, storage_of, version
+from helpers import in_one_test
 
 
 def unchanged_since(steps: WeightUpdates, positions: list[int], args: list[Any]) -> Unchanged:
@@ -29,7 +30,7 @@ def step(held: list[Any], **kwargs: Any) -> None:
     torch.optim.AdamW(held, lr=0.1, **kwargs).step()
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 300])
+@in_one_test("count", [0, 1, 2, 300])
 def test_identities_are_the_ids_in_order(count: int) -> None:
     objects = tuple(object() for _ in range(count))
     assert struct.unpack(f"{count}N", identities(objects)) == tuple(map(id, objects))
@@ -72,7 +73,7 @@ CHANGES: dict[str, Callable[[WeightUpdates, list[nn.Parameter]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@in_one_test("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
     steps, args = WeightUpdates(), [*parameters(), torch.zeros(1)]
     unchanged = unchanged_since(steps, [0, 1], args)

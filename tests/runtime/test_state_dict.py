@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, in_one_test
 
 RECIPE = DelayedScaling(amax_history_len=4)
 UP = "up.input|delayed(amax_history_len=4)"
@@ -98,7 +98,7 @@ LONG_NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), LONG_NAMES)
+@in_one_test(("name", "value"), LONG_NAMES)
 def test_an_error_shows_the_beginning_of_a_long_name(name: str, value: Any) -> None:
     with pytest.raises(StateError) as caught:
         Backend(recipe=RECIPE).load_state_dict({"fp8graph.state_version": torch.tensor([1]), name: value})
@@ -123,7 +123,7 @@ def two_trained() -> tuple[Any, Any]:
     return trained(), trained()
 
 
-@pytest.mark.parametrize(("spoil", "message"), BAD)
+@in_one_test(("spoil", "message"), BAD)
 def test_bad_input_leaves_the_old_state_intact(spoil: Any, message: str, two_trained: Any) -> None:
     (_model, backend), (_other, source) = two_trained
     before, other = backend.state_dict(), source.state_dict()

@@ -19,6 +19,7 @@ from fp8graph import hardware, offline
 from fp8graph.cli import main
 from fp8graph.hardware.speed import RATES, Speed
 from fp8graph.tools import bench
+from helpers import in_one_test
 
 CPU = torch.device("cpu")
 
@@ -134,7 +135,7 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "change", [{"rates": {"tensor": 1.0}}, {"rates": {**RATES, "row": 0}}, {"launch": "2"}, {"bandwidth": -1.0}]
 )
 def test_speeds_are_checked(change: dict[str, object]) -> None:

@@ -36,7 +36,7 @@ from fp8graph.cli import main
 from fp8graph.recipes.policy import policy_toml
 from fp8graph.tools.checkpoint_policy import _expressions
 from handed_over import differences
-from helpers import Checkpointed, same_bits
+from helpers import Checkpointed, in_one_test, same_bits
 from ranks import run_ranks
 from tiny_models import model_and_inputs
 
@@ -169,7 +169,7 @@ MODELOPT = {
 Q, GATE, EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "recipe"),
     [
         ({"quantization_config": DEEPSEEK, "_name_or_path": "DeepSeek-V3"}, BLOCKWISE),
@@ -232,7 +232,7 @@ def test_static_scales_are_refused_by_name() -> None:
 TENSOR = {"strategy": "tensor"}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "message"),
     [
         (compressed_tensors(group(TENSOR, None)), "FP8_A16 quantizes weights alone"),
@@ -262,7 +262,7 @@ def test_forms_and_configs_that_are_not_exact_are_refused(config: Any, message: 
         Policy.from_checkpoint(config)
 
 
-@pytest.mark.parametrize("text", [".?" * 40 + "!", r"(?:\w|.)" * 39 + "!", "(.+)+!", ".{0,40}" * 20 + "!", ".*a" * 9])
+@in_one_test("text", [".?" * 40 + "!", r"(?:\w|.)" * 39 + "!", "(.+)+!", ".{0,40}" * 20 + "!", ".*a" * 9])
 def test_an_expression_of_a_config_cannot_hang(text: str) -> None:
     """Python's re tries 2**31 ways or more."""
     name, started = "layers.0.self_attn.q_projection_layer.a", time.process_time()
@@ -355,7 +355,7 @@ SELECTED = {
 }
 
 
-@pytest.mark.parametrize("config", SELECTED.values(), ids=SELECTED)
+@in_one_test("config", SELECTED.values(), ids=SELECTED)
 def test_selections_say_of_each_name_what_the_config_says(config: dict[str, Any]) -> None:
     quantization = parsed(config, "here")
     selections = list(quantization.selections())

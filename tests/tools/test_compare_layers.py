@@ -12,13 +12,13 @@ from torch import nn
 import fp8graph
 from fp8graph import Fp8CoverageError, Policy, Rule
 from fp8graph.tools.compare_layers import ENGINES, LayerComparison, compare_layers
-from helpers import first_slow
+from helpers import first_slow, in_one_test
 from tiny_models import model_and_inputs
 
 DEEPSEEK = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("layer", "verl", "engines"),
     [
         ("model.layers.0.self_attn.q_proj", True, True),

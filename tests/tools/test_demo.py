@@ -35,6 +35,7 @@ from fp8graph.tools.demo_choice import (
     choose_size,
     choose_steps,
 )
+from helpers import in_one_test
 
 LARGE, MIDDLE, SMALL = SIZES
 
@@ -43,7 +44,7 @@ def tiny_model() -> Any:
     return demo.build_model(0, 1, hidden_size=64, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("bf16", "fp32", "choice"),
     [
         (2e10, 1.5e10, (LARGE, "bf16")),  # two cores with AVX-512 and its bf16
@@ -77,7 +78,7 @@ def test_weights_of_a_size_are_those_of_its_model(size: Size) -> None:
     assert size.weights == sum(p.numel() for name, p in named if p.ndim == 2 and "embed" not in name)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("step", "seconds", "steps"),
     [(1e-3, 100.0, MOST), (1.0, LAST_PART + 100, 100), (1.0, LAST_PART + 3, FEWEST), (60.0, -5.0, FEWEST)],
 )
@@ -85,7 +86,7 @@ def test_steps_fill_the_time_that_is_left(step: float, seconds: float, steps: in
     assert choose_steps(step, seconds) == steps
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("done", "step", "seconds", "steps"),
     [
         (5, 1.0, LAST_PART + 95.0, 100),  # as fast as before
@@ -100,7 +101,7 @@ def test_a_machine_that_becomes_slower_gets_fewer_steps(done: int, step: float, 
     assert choose_again(100, done=done, step=step, before=1.0, seconds=seconds) == steps
 
 
-@pytest.mark.parametrize(("load", "steps"), [(1.0, ENOUGH), (1.5, 34), (2.0, 21), (3.0, FEWEST)])
+@in_one_test(("load", "steps"), [(1.0, ENOUGH), (1.5, 34), (2.0, 21), (3.0, FEWEST)])
 def test_load_that_comes_with_the_training_makes_it_shorter(load: float, steps: int) -> None:
     """From the longest step for which a size is chosen, in the time that then is left."""
     before, left, done = (SECONDS - COMPILATION - LAST_PART) / ENOUGH, SECONDS - COMPILATION, 0

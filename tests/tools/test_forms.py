@@ -16,12 +16,13 @@ from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.numerics import api
 from fp8graph.recipes import NVFP4BlockScaling, resolve_recipe
 from fp8graph.tools.forms import Kind, MatrixRows, as_stored, chosen, cut, kind_of, saved_parts, why_not
+from helpers import in_one_test
 from tiny_models import causal_lm
 
 BLOCK, ROW, TENSOR, NVFP4 = ("block", (128, 128)), ("row", (0, 0)), ("tensor", (0, 0)), ("nvfp4", (1, 16))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kinds", "inputs", "method"),
     [
         ({"a": BLOCK, "b": BLOCK}, (), "fp8"),
@@ -108,7 +109,7 @@ def together(made: list[api.QuantizedTensor]) -> Multiplied:
     return Multiplied(parameter="experts.up", quantizer=made[0].quantizer, **each)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@in_one_test("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_each_part_has_the_bytes_and_scales_of_its_rows(recipe: str) -> None:
     made = matrices(recipe)
     weight = together(made)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import one_program, other_servers
+from helpers import in_one_test
 from samples import ROOT
 
 PAGE = (ROOT / "docs" / "reinforcement_learning.md").read_text(encoding="utf-8")
@@ -41,8 +42,8 @@ def test_the_cost_is_that_of_the_run() -> None:
     assert f"{text} (`python -m benchmarks.one_program --cost`" in " ".join(PAGE.split())
 
 
-@pytest.mark.parametrize("recipe", one_program.RECIPES)
-@pytest.mark.parametrize("model", ["llama", "mixture"])
+@in_one_test("recipe", one_program.RECIPES)
+@in_one_test("model", ["llama", "mixture"])
 def test_each_update_of_200_was_equal(model: str, recipe: str) -> None:
     (run,) = (
         run

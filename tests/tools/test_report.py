@@ -14,6 +14,7 @@ import made_up
 from benchmarks import goals, plots, published, report, tables
 from benchmarks.records import RESULTS
 from fp8graph.hardware import bf16_sheet
+from helpers import in_one_test
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENTS, RECORDS, README, RAW = report.PAGES
@@ -168,7 +169,7 @@ def faults(page: str) -> list[str]:
     return faults_of_page
 
 
-@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+@in_one_test("page", report.PAGES, ids=lambda page: page.name)
 def test_each_ratio_is_of_one_run_and_of_its_row(page: Path) -> None:
     assert faults(page.read_text(encoding="utf-8")) == []
 

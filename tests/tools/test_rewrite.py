@@ -20,7 +20,7 @@ from fp8graph import Backend, ConfigError, Policy, Rule
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.ops import REFERENCE
 from gathers import two_ranks
-from helpers import MLP, RECIPES, first_fast, joint, rounding_to_nearest, same_bits
+from helpers import MLP, RECIPES, first_fast, in_one_test, joint, rounding_to_nearest, same_bits
 
 
 class Layers(nn.Module):
@@ -251,7 +251,7 @@ def test_a_graph_without_fake_values_gets_them_from_the_inputs() -> None:
         assert same_bits([wanted], [rewritten(*parameters.values(), x)])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("changed", "message"),
     [
         ({"graph_module": None}, "rewrite(graph_module=None): graph_module must be a torch.fx.GraphModule."),

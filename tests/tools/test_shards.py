@@ -24,6 +24,7 @@ from fp8graph.tools.forms import MatrixRows, as_stored, cut, kind_of
 from fp8graph.tools.shards import TensorShard, shards_of_rows, shards_of_weight, why_scattered
 from gathers import two_ranks
 from handed_over import differences
+from helpers import in_one_test
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 ROWS = torch.arange(256)
@@ -77,7 +78,7 @@ def made(recipe: str, experts: bool) -> Multiplied:
     )
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("recipe", "form", "parts"),
     [
         ("blockwise", "fp8", "itself"),
