@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fp8graph import Backend
@@ -11,8 +13,10 @@ from helpers import ALL, MLP
 def test_a_frame_that_fell_back_is_reported_after_reset() -> None:
     model, backend = MLP(), Backend(ALL, compiler="eager")
     compiled = torch.compile(model, backend=backend, dynamic=False)
-    for length in range(2, 12):
-        compiled(torch.randn(length, 32))
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=1):
+        for length in range(2, 5):
+            compiled(torch.randn(length, 32))
     before = backend.report.eager_frames
     assert len(before) == 1
     torch._dynamo.reset()

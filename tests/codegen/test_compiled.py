@@ -60,13 +60,13 @@ def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> Non
                 assert same_bits([eager[number]], [generated[number]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_generated_cast_saturates(dtype: torch.dtype) -> None:
+def test_a_generated_cast_saturates() -> None:
     """As a scale of earlier steps needs it. A CPU's own casts differ from type to type, and from torch to torch."""
     x = torch.tensor([1e30, -1e30, 500.0, -70000.0, torch.inf, 1.0])
     kept: dict[str, Any] = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
-    found = torch.compile(hints.saturating_cast, options=kept)(x, dtype)
-    assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float())
+    compiled = torch.compile(lambda x: {dtype: hints.saturating_cast(x, dtype) for dtype in FP8_MAX}, options=kept)
+    for dtype, found in compiled(x).items():
+        assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float()), dtype
 
 
 def gemm_chain() -> nn.Module:

@@ -152,7 +152,8 @@ def vendors_named(tree: ast.AST) -> Iterator[str]:
 
 
 def test_few_files_name_a_vendor() -> None:
-    trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in test_layers.MODULES.items()}
+    texts = {name: file.read_text(encoding="utf-8") for name, file in test_layers.MODULES.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items() if any(vendor in text for vendor in VENDORS_NAMES)}
     assert {name for name, tree in trees.items() if any(vendors_named(tree))} == {*MAY_NAME_A_VENDOR}
 
 
