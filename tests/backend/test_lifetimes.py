@@ -76,6 +76,7 @@ def _use(compile: Callable[[nn.Module, int], Any], i: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @first_fast(
     ("how", "compiler"),
     [

@@ -46,6 +46,7 @@ def test_each_kind_of_block_is_compiled_once() -> None:
     assert {"model.layers.2.mlp.down_proj", "lm_head"} <= names
 
 
+@pytest.mark.slow
 def test_layers_by_their_class_and_a_rule_for_one() -> None:
     policy = Policy([Rule("model.layers.0.*", None), Rule("lm_head", None)], default="tensorwise", min_speedup=0)
     _, backend, _ = trained(2, policy, regions=["LlamaDecoderLayer"], strict=False)

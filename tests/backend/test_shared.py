@@ -48,6 +48,7 @@ def train(model: Any, steps: int = 1) -> list[Tensor]:
 ATTENTION_IN_ROWS = [Rule(f"model.layers.{i}.self_attn.*", "rowwise") for i in (1, 2)]
 
 
+@pytest.mark.slow
 @first_fast(
     ("rules", "generated"),
     [

@@ -35,9 +35,10 @@ from fp8graph.words.extras import EXTRAS, install
         ),
         (["explain", "llama", "--class", "AutoModelForImageClassification"], "cannot build AutoModelForImageClass"),
         (["plan", "t5", "--mesh", "dp=2"], "plan predicts causal language models, and T5ForConditionalGeneration"),
-        (
+        pytest.param(
             ["explain", "llama", "--seq", "16", "--graph", "nosuch"],
             "no stage 'nosuch'. Stages here: before, after, ",
+            marks=pytest.mark.slow,
         ),
         (["explain", "llama", "--html", "nosuch/page.html"], "nosuch/page.html: cannot be written"),
         (["tune", "nosuch", "--text", "x.txt", "--out", "nosuch/p.toml"], "nosuch/p.toml: cannot be written"),

@@ -27,8 +27,6 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 def _tier(recipe: str, save: str) -> Any:
     """Code for tiles of 32 and of 16 numbers takes a quarter of a minute and more."""
-    if (recipe, save) == ("tensorwise", "speed"):
-        return ()
     shown = recipe == "tensorwise" or save in ("speed", "memory")
     return pytest.mark.slow if shown and recipe not in ("mxfp8", "nvfp4") else pytest.mark.release
 

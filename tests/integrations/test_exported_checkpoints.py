@@ -85,6 +85,7 @@ def test_transformers_loads_experts(tmp_path: Path) -> None:
         assert torch.equal(loaded.get_parameter(f"{parameter}_scale_inv"), own.scale_inv)
 
 
+@pytest.mark.slow
 @first_fast(
     ("recipe", "calibrated"),
     [("rowwise", False), ("blockwise", False), ("mxfp8", False), ("delayed", False), ("nvfp4", True)],

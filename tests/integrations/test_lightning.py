@@ -95,6 +95,7 @@ def by_precision(pl: Any, folder: Path, steps: int, ckpt_path: Any = None, **arg
     return fitted(pl, folder, steps, ckpt_path=ckpt_path, callback=False, by="nothing", plugins=plugins)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_precision_trains_in_fp8_and_resumes_bit_identically(pl: Any, tmp_path: Path) -> None:
     rule = fp8graph.Rule("inner.up", recipe="high_precision")

@@ -38,6 +38,7 @@ def test_the_head_is_left_alone_and_says_why() -> None:
     report.check()
 
 
+@pytest.mark.slow
 def test_operand_dtypes() -> None:
     tokens = ids()
     report = fp8graph.explain(llama(1), input_ids=tokens, labels=tokens)

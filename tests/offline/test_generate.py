@@ -251,6 +251,7 @@ def test_few_rows_are_quantized_by_one_kernel(rows: int, kernels: int) -> None:
     assert len(triton_kernels(generate(function, quantize_inputs(rows, 4096)).kernels)) == kernels
 
 
+@pytest.mark.slow
 def test_gradients_of_several_sizes_are_computed_one_by_one() -> None:
     """As q, k and v after a rotary embedding: in one loop, each element would compute all of them."""
 
@@ -344,7 +345,7 @@ def test_a_calibration_file_is_not_a_target(tmp_path: Path) -> None:
     assert {kernel.target for kernel in report.kernels} == {"sm_90"}
 
 
-@pytest.mark.parametrize(("recipe", "settings"), [("blockwise", {}), ("rowwise", {"small_tiles": True})])
+@first_fast(("recipe", "settings"), [("blockwise", {}), ("rowwise", {"small_tiles": True})])
 def test_decoding_hands_cublas_what_it_multiplies_in_small_tiles(recipe: str, settings: dict[str, Any]) -> None:
     """Scales of 1x128 on both sides; unit scales and an FP32 result, which the next kernel scales."""
     launches: list[list[tuple[str, str]]] = []

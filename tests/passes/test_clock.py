@@ -159,6 +159,7 @@ def report_on(**settings: Any) -> fp8graph.Report:
     return fp8graph.explain(nn.Sequential(*layers), x, target="sm_90", **settings)
 
 
+@pytest.mark.slow
 def test_the_report_says_who_sets_the_pace() -> None:
     refused, replayed = report_on(), report_on(inductor_options={"triton.cudagraphs": True})
     reasons = {gemm.reason for gemm in refused.gemms}

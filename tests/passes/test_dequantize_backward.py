@@ -72,22 +72,20 @@ def test_backward_reads_what_fprop_multiplies() -> None:
 
 @first_fast("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-def test_gradients_are_those_of_eager_on_the_decoded_tensors(recipe: str, dtype: torch.dtype) -> None:
+@first_fast("compiler", ["eager", "inductor"])
+def test_gradients_are_those_of_eager_on_the_decoded_tensors(compiler: Any, recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     own = overridden(recipe)
     module = nn.Linear(96, 80, bias=False, dtype=dtype)
     x, dy = torch.randn(48, 96, dtype=dtype, requires_grad=True), torch.randn(48, 80, dtype=dtype)
-    for compiler in ("eager", "inductor"):
-        torch._dynamo.reset()
-        x.grad = module.weight.grad = None
-        backend = fp8graph.Backend(everywhere(own), compiler=compiler)
-        torch.compile(module, backend=backend)(x).backward(dy)
-        dx, dw = x.grad, module.weight.grad
-        assert dx is not None
-        assert dw is not None
-        assert torch.equal(dx, dy @ decoded(module.weight, own, "weight"))
-        assert torch.equal(dw, dy.t() @ decoded(x, own, "input"))
-        assert [gemm.recipe for gemm in backend.report.gemms] == [own.name, None, None]
+    backend = fp8graph.Backend(everywhere(own), compiler=compiler)
+    torch.compile(module, backend=backend)(x).backward(dy)
+    dx, dw = x.grad, module.weight.grad
+    assert dx is not None
+    assert dw is not None
+    assert torch.equal(dx, dy @ decoded(module.weight, own, "weight"))
+    assert torch.equal(dw, dy.t() @ decoded(x, own, "input"))
+    assert [gemm.recipe for gemm in backend.report.gemms] == [own.name, None, None]
 
 
 def saved_by(recipe: Any) -> set[tuple[torch.dtype, tuple[int, ...]]]:
@@ -174,6 +172,7 @@ def test_a_region_says_it() -> None:
     assert found["dgrad"][1].startswith("autocast(dequantized for a test): tensorwise with backward_override=")
 
 
+@pytest.mark.slow
 def test_experts_read_their_own_tensors_and_strict_mode_knows() -> None:
     torch.manual_seed(0)
     policy = Policy([Rule("*", DEQUANTIZED, op="grouped_mm")], default=None, min_speedup=0)
