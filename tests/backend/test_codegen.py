@@ -14,11 +14,11 @@ from fp8graph import Policy
 from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.ir.settings import Settings
-from helpers import MLP, Counting
+from helpers import MLP, Counting, first_fast
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@first_fast("recipe", ["tensorwise", "delayed"])
 def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool) -> None:
     """CUDA graphs copy what is not static at each replay, and leave graphs alone that write into it."""
     model, x = MLP(), torch.randn(16, 32)

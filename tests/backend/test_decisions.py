@@ -315,7 +315,7 @@ def in_high_precision(model: nn.Module) -> set[str]:
     return {gemm.fqn for gemm in fp8graph.backend_of(model).report.gemms if gemm.recipe is None}
 
 
-@pytest.mark.parametrize("order", [("first", "rest.0", "rest.1"), ("rest.0", "rest.1", "first")])
+@first_fast("order", [("first", "rest.0", "rest.1"), ("rest.0", "rest.1", "first")])
 def test_the_last_blocks_are_the_same_whatever_is_called_first(order: Sequence[str]) -> None:
     """The stacks share a graph. That of two blocks, "rest", is too short to have some in high precision."""
     model = Stacks(order)
@@ -660,7 +660,7 @@ SEQUENCES: Final[dict[str, list[Operation]]] = {
 }
 
 
-@pytest.mark.parametrize("case", SEQUENCES)
+@first_fast("case", SEQUENCES)
 def test_calls_run_as_they_do_alone(case: str) -> None:
     assert_decided(SEQUENCES[case], _alone)
 

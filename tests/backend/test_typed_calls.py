@@ -19,7 +19,7 @@ from fp8graph.backend.backend import BackendArguments
 from fp8graph.backend.entry import CompileArguments
 from fp8graph.ir.settings import Settings, SettingsArguments
 from fp8graph.passes import METHODS
-from helpers import MLP
+from helpers import MLP, first_fast
 
 # of torch.compile in some version that fp8graph takes, and not in all of them
 OF_SOME_TORCH = {"name", "recompile_limit", "isolate_recompiles", "shapes_spec", "dynamic_shapes"}
@@ -61,7 +61,7 @@ def test_arguments_of_explain_are_shown_before_those_of_the_model() -> None:
     assert [*shown] == ["model", "args", "policy", "recipe", "training", "backend", *Settings.names(), "kwargs"]
 
 
-@pytest.mark.parametrize("call", ["Backend(", "compile(model, ", "explain(model, "])
+@first_fast("call", ["Backend(", "compile(model, ", "explain(model, "])
 def test_an_editor_completes_settings(call: str) -> None:
     jedi = pytest.importorskip("jedi", reason="jedi is not installed: pip install jedi")
     names = [each.name for each in jedi.Interpreter(f"fp8graph.{call}cach", [{"fp8graph": fp8graph}]).complete()]

@@ -73,7 +73,7 @@ def test_decoded_weights_equal_those_of_the_library(name: str, written_by_its_li
         assert torch.equal(dequantize(checkpoint.weight(layer)).to(theirs.dtype), theirs), layer
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@first_fast("name", SCHEMES)
 def test_written_again(name: str, tmp_path: Path, written_by_its_library: Callable[[str], Path]) -> None:
     """Config and bytes go through the neutral form, into several shards, and are what they were."""
     folder = written_by_its_library(name)

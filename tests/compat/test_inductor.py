@@ -29,7 +29,7 @@ from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
 from fp8graph.recipes import FP8_MAX, resolve_recipe
 from generated import generate, quantize_after, quantize_after_backward, quantize_inputs, rms_norm, triton_kernels
-from helpers import ALL, compiled_step, eager_backend
+from helpers import ALL, compiled_step, eager_backend, first_fast
 
 AVX512 = torch.cpu._is_avx512_supported()  # asked of torch: what is tested may not decide whether it is
 
@@ -258,7 +258,7 @@ TILES = quantize_after("nothing", "tensorwise", "weight", True, True), (2048, 20
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
-@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
+@first_fast("target", ["sm_89", "sm_90", "sm_100", "sm_120"], also=["sm_90"])
 def test_blocks_are_for_the_gpus_that_were_measured(target: str) -> None:
     """On others, Inductor tries some."""
     fixed = ["fixed_config(" in kernel_that_casts(*cast, target) for cast in (LOOP, TILES)]
@@ -266,7 +266,7 @@ def test_blocks_are_for_the_gpus_that_were_measured(target: str) -> None:
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
-@pytest.mark.parametrize(
+@first_fast(
     ("quantize", "size", "blocks"),
     [
         (quantize_after("rms_norm", "tensorwise", "input", True, True), (2048, 2048), (64, 64, 4)),
@@ -275,6 +275,7 @@ def test_blocks_are_for_the_gpus_that_were_measured(target: str) -> None:
         (quantize_after_backward("swiglu", "tensorwise"), (2048, 2048), (64, 64, 8)),
     ],
     ids=["norm", "SwiGLU", "too few rows", "SwiGLU's backward"],
+    also=["SwiGLU's backward"],
 )
 def test_tiles_have_the_blocks_of_their_kind(
     quantize: Any, size: tuple[int, int], blocks: tuple[int, int, int]
@@ -295,7 +296,7 @@ def test_inductor_tries_no_blocks_as_those_of_loops_that_store_transposed(monkey
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
-@pytest.mark.parametrize(
+@first_fast(
     ("quantize", "size", "blocks"),
     [
         (quantize_after("nothing", "delayed", "input", True, True), (4096, 2048), (32, 256, 32)),
@@ -325,12 +326,12 @@ def swiglu_gradients(gate: Tensor, up: Tensor, dh: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
-@pytest.mark.parametrize(
+@first_fast(
     ("function", "reads", "blocks"),
     [
+        pytest.param(swiglu_gradients, 3, (2048, 8), id="its gradients"),
         pytest.param(lambda w: [w.abs().amax()], 1, (4096, 16), id="a weight"),
         pytest.param(lambda g, u: [(nn.functional.silu(g) * u).abs().amax()], 2, (4096, 16), id="SwiGLU"),
-        pytest.param(swiglu_gradients, 3, (2048, 8), id="its gradients"),
     ],
 )
 def test_amaxes_of_whole_tensors_load_16_bytes_at_a_time(function: Any, reads: int, blocks: tuple[int, int]) -> None:
@@ -385,7 +386,7 @@ def test_a_reduction_without_a_loop_keeps_its_own_blocks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@first_fast("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "e4m3x2"), (torch.float8_e5m2, "e5m2x2")])
 def test_a_gpu_casts_with_an_instruction_that_saturates(target: str, dtype: torch.dtype, name: str) -> None:
     """So the code has no clamp, and no comparison where inf becomes NaN."""

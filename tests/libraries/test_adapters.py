@@ -218,8 +218,8 @@ def saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [saved_and_loaded, copy.deepcopy])
-@pytest.mark.parametrize("merged", [False, True])
+@first_fast("copied", [saved_and_loaded, copy.deepcopy])
+@first_fast("merged", [False, True])
 def test_copy_of_a_compiled_model_merges_into_its_own_base(copied: Callable[[Any], Any], merged: bool) -> None:
     model: Any = fp8graph.compile(adapted(base()), compiler="eager")
     before, x = tensors(lora(model).base_layer), torch.randn(16, K)

@@ -476,7 +476,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("checkpointed", "compiler"),
-    [(False, "eager"), (True, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+    [(False, "eager"), *(pytest.param(True, each, marks=pytest.mark.slow) for each in ("eager", "inductor"))],
 )
 def test_gradients_through_experts_are_those_of_transformers(
     checkpointed: bool, compiler: Any, monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,8 @@ RECIPES: list[tuple[str, Recipe, Any]] = [
     ("1x16 FP4", PLAIN_FP4, "input"),
     ("16x16 FP4", PLAIN_FP4, "weight"),
 ]
-each_recipe = pytest.mark.parametrize(("recipe", "operand"), [pytest.param(r, o, id=n) for n, r, o in RECIPES])
+CASES = [pytest.param(r, o, id=n) for n, r, o in RECIPES]
+each_recipe = in_one_test(("recipe", "operand"), CASES)
 
 
 def check(x: Tensor, recipe: Recipe, operand: Any) -> None:
@@ -80,7 +81,7 @@ def test_special_tiles(recipe: Recipe, operand: Any, source: torch.dtype) -> Non
         check(element, recipe, operand)
 
 
-@each_recipe
+@first_fast(("recipe", "operand"), CASES)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_tensor(recipe: Recipe, operand: Any, data: st.DataObject) -> None:
@@ -195,7 +196,7 @@ def test_square_tiles_are_cast_again_with_the_scales_that_were_kept(recipe: Reci
 
 
 @each_recipe
-@pytest.mark.parametrize("bias", [False, True])
+@in_one_test("bias", [False, True])
 def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: Any, bias: bool) -> None:
     """The dialect's reference on a CPU: FP32 accumulation of k products, one rounding."""
     a = numerics.quantize(torch.randn(12, 256), recipe, "input", "rowwise")

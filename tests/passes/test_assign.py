@@ -182,7 +182,7 @@ def test_the_recipe_where_none_is_named_is_the_hardwares(target: str, recipe: st
     assert {g.recipe for g in named.gemms} == {"tensorwise"}
 
 
-@pytest.mark.parametrize(("target", "least"), [("sm_120", 2.5), ("sm_121", 1.1)])
+@first_fast(("target", "least"), [("sm_120", 2.5), ("sm_121", 1.1)])
 def test_a_llama_without_a_recipe_is_in_mxfp8_on_cards_that_people_own(target: str, least: float) -> None:
     """One layer of Llama-3-8B, 8192 tokens: native and faster, most where GeForce halves bf16. Each says by what."""
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -33,7 +33,7 @@ def reason(compilation: Compilation, recipe: str = "tensorwise") -> str | None:
     return why_not_quantized(attention, found, compilation)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@first_fast("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("module", [sdpa(is_causal=True), written_out()])
 def test_nothing_speaks_against_it(module: Any, recipe: str) -> None:
     assert why_not(module, recipe) is None

@@ -20,7 +20,7 @@ from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.tile_casts import CAST, launches_of
 from fp8graph.passes.cast_in_tiles import cast_in_tiles
 from fp8graph.passes.connect_scales import update_page
-from helpers import graph_text, in_one_test, same_bits
+from helpers import first_fast, graph_text, in_one_test, same_bits
 
 E4M3, SIZE = torch.float8_e4m3fn, (2048, 2048)
 ORDERS = {"rowwise_order": "transposed", "columnwise_order": "transposed"}
@@ -180,7 +180,7 @@ def test_other_devices_are_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
     assert casts(graph_of(quantized, SIZE)) == NOTHING
 
 
-@pytest.mark.parametrize(
+@first_fast(
     "function",
     [
         lambda x, y, _: quantized(x, y),

@@ -14,7 +14,7 @@ from fp8graph import Policy, Rule
 from fp8graph.ir.settings import Settings
 from fp8graph.passes import STORES
 from fp8graph.passes.assign.profit import Choice, choices
-from helpers import Two, passed
+from helpers import Two, first_fast, passed
 from predicted import BF16
 
 
@@ -69,7 +69,7 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("module", "settings"), APART)
+@first_fast(("module", "settings"), APART)
 def test_gemms_that_cannot_be_fused_are_judged_alone(module: nn.Module, settings: dict[str, Any]) -> None:
     found = choices_of(module, **settings)
     assert [len(choice.gemms) for choice in found] == [1] * 6

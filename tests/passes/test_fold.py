@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import dialect_counts, eager_backend, same_bits, view_of
+from helpers import dialect_counts, eager_backend, first_fast, same_bits, view_of
 from stored_weights import KINDS, stored
 
 N, K = 256, 384
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_weights_only_is_dequantized() -> None:
     assert dialect_counts(view.after)["stored_weight"] == 2  # once forward, once backward
 
 
-@pytest.mark.parametrize("kind", ["block_e8m0", "mxfp8"])
+@first_fast("kind", ["block_e8m0", "mxfp8"])
 def test_a_static_scale_does_not_go_with_exponents(kind: str) -> None:
     view = view_of(stored(kind, N, K, input_scale_inv=0.02), x(), policy=DEFAULT)
     assert {gemm.recipe for gemm in view.gemms} == {None}

@@ -14,7 +14,7 @@ from fp8graph import MXFP8BlockScaling, Policy
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.passes.gather_weights import GatheredWeight, why_not_sent
-from helpers import passed
+from helpers import first_fast, passed
 
 
 class Twice(nn.Linear):
@@ -51,7 +51,7 @@ class Checkpointed(nn.Linear):
 SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise", "mxfp8", SQUARE])
+@first_fast("recipe", ["tensorwise", "blockwise", "rowwise", "mxfp8", SQUARE])
 def test_plain_weight_can_be_sent(recipe: Any) -> None:
     assert reasons(nn.Linear(256, 256, bias=False), recipe) == [None]
 

@@ -47,7 +47,7 @@ def kept(module: nn.Module, x: Tensor, *, training: bool = True, **settings: Any
     return {g.fqn: g.reason for g in report.gemms if g.recipe is None and g.op == "linear"}
 
 
-@pytest.mark.parametrize("training", [True, False])
+@first_fast("training", [True, False])
 @pytest.mark.parametrize(
     ("model", "why"),
     [

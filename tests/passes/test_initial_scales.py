@@ -171,7 +171,7 @@ def test_gradients_of_all_micro_batches_before_the_first_step(way: str) -> None:
     assert distance(found, [p.grad for p in module.parameters() if p.grad is not None]) < 0.25
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@first_fast("cached", [False, True])
 @pytest.mark.parametrize("make", [Deep, lambda: parametrizations.weight_norm(nn.Linear(32, 32))])
 def test_inference_before_training_is_that_of_current_scaling(make: Callable[[], nn.Module], cached: bool) -> None:
     torch.manual_seed(0)

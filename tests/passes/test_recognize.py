@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8graph import Policy
 from fp8graph.numerics import sqnr_db
-from helpers import around, eager_backend, view_of
+from helpers import around, eager_backend, first_fast, view_of
 from stored_weights import stored
 
 N, K = 256, 384
@@ -96,7 +96,7 @@ def test_a_chain_becomes_a_stored_weight(way: str) -> None:
     assert "quantize_weight" not in view.after
 
 
-@pytest.mark.parametrize("way", WAYS)
+@first_fast("way", WAYS)
 def test_numbers(way: str) -> None:
     module, known = written(way)
     given = x()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import expert_parallel
 import fp8graph
 from fp8graph.numerics import sqnr_db
-from helpers import eager_backend, first_slow, same_bits, step
+from helpers import eager_backend, first_fast, first_slow, same_bits, step
 from ranks import run_each, run_ranks
 from tiny_models import causal_lm
 
@@ -114,7 +114,7 @@ def test_one_scale_known_beforehand() -> None:
     assert "f32[64, 32] = aten.index.Tensor(" not in view.after
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@first_fast("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_numbers_of_quantizing_afterwards(recipe: str, dtype: torch.dtype) -> None:
     module = Routed(dtype)

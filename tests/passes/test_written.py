@@ -39,7 +39,7 @@ def average(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("write", [load, average], ids=["load_state_dict", ".data"])
-@pytest.mark.parametrize("trained_next", [True, False])
+@first_fast("trained_next", [True, False])
 def test_its_own_scale_at_once(write: Callable[[nn.Module], None], trained_next: bool) -> None:
     """The scale of before would clip all but small numbers, in evaluation for ever."""
     model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)

@@ -113,7 +113,7 @@ FORWARDS: dict[str, Callable[[], Last]] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @first_fast("cache_weights", ["update", True])
-@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@first_fast("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_that_writes_its_own_weight(name: str, without_gradients: Any, cache_weights: Any) -> None:
     """Each backend has a model of its own: of one of these, two calls in a row multiply other numbers, as in torch."""

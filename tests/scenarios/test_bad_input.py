@@ -16,7 +16,16 @@ import fp8graph
 from fp8graph import Policy
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import ALL, MLP, compiled_step, eager_backend, first_fast, rounding_to_nearest, same_bits, step
+from helpers import (
+    ALL,
+    MLP,
+    compiled_step,
+    eager_backend,
+    first_fast,
+    rounding_to_nearest,
+    same_bits,
+    step,
+)
 from tiny_models import causal_lm
 
 
@@ -25,7 +34,7 @@ def compiled(module: nn.Module, **kwargs: Any) -> tuple[Any, fp8graph.Backend]:
     return torch.compile(module, backend=backend), backend
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@first_fast("recipe", RECIPE_NAMES)
 def test_nonfinite_values_reach_every_result(recipe: str) -> None:
     """An inf or NaN of any operand in every result that has it in high precision; in the other rows nothing changes.
 

@@ -108,7 +108,7 @@ def test_a_recomputation_has_the_regions_of_its_forward(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", BOTH)
-@pytest.mark.parametrize("region", [{"enabled": False}, {"recipe": "rowwise"}], ids=str)
+@first_fast("region", [{"enabled": False}, {"recipe": "rowwise"}], ids=str)
 def test_whatever_the_region_says(way: str, region: dict[str, Any]) -> None:
     run = Run(ways()[way])
     run(**region).square().mean().backward()

@@ -118,7 +118,7 @@ def test_generated_code_computes_the_same(recipe: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+@first_fast("recipe", [*RECIPES, "delayed"])
 def test_token_counts_change_without_a_recompile(recipe: str) -> None:
     module, backend = Experts(), eager_backend(policy(recipe))
     compiled = torch.compile(module, backend=backend, fullgraph=True)

@@ -18,6 +18,7 @@ from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.tools.lint_data import faults_on
 from fp8graph.tools.lint_model import _read, traced
+from helpers import first_fast
 from low_precision import (
     E4M3,
     PROGRAMS,
@@ -57,14 +58,14 @@ def twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("twice")
-@pytest.mark.parametrize("name", sorted({*PROGRAMS} - {"cache"}))  # no CPU writes FP8 at some places of a buffer
+@first_fast("name", sorted({*PROGRAMS} - {"cache"}))  # no CPU writes FP8 at some places of a buffer
 def test_a_right_program_is_explained_by_rounding(name: str) -> None:
     model, args, training = PROGRAMS[name]()
     assert faults_on(model, [(args, {})], training, _read) == []
 
 
 @pytest.mark.usefixtures("twice")
-@pytest.mark.parametrize("function", [tensorwise, rowwise, decoded, in_tiles])
+@first_fast("function", [tensorwise, rowwise, decoded, in_tiles])
 def test_numbers_that_are_far_from_normal_are_explained(function: Any) -> None:
     x = normal(64, 64)
     outliers, like_one = x.clone(), x[:1].expand(64, 64).contiguous()
@@ -151,7 +152,7 @@ def overflowing(x: Tensor, w: Tensor) -> Tensor:
     return ((xq.half() @ wq.half().t()).float() / xs / ws).bfloat16()
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("function", "text"),
     [
         (rounded_for_the_product_alone, "relative error 0."),
@@ -272,7 +273,7 @@ def numbers_of(graph: fx.Graph, seed: int) -> list[Tensor]:
     return numbers
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 def test_our_own_arithmetic_is_explained_by_rounding(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
     policy = fp8graph.Policy([], default=recipe, min_speedup=0)

@@ -22,6 +22,7 @@ from fp8graph.analysis.scales.states import Source
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.tools import lint_model
 from fp8graph.tools.lint_model import traced
+from helpers import first_fast
 from low_precision import (
     E4M3,
     E5M2,
@@ -65,7 +66,7 @@ def test_a_correct_program_raises_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@first_fast("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_torchao_training_raises_nothing(recipe: str, emulate: bool) -> None:
     float8 = pytest.importorskip("torchao.float8")
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -132,7 +133,7 @@ def test_compressed_tensors_raises_nothing(preset: str) -> None:
     assert set(rules(lint)) <= {"not-traced"}  # up to torch 2.13: it calls the linears from a frame that Dynamo skips
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8"])
 def test_our_own_arithmetic_raises_nothing(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
     policy = fp8graph.Policy([], default=recipe, min_speedup=0)
