@@ -65,8 +65,8 @@ def test_a_generated_cast_saturates() -> None:
     x = torch.tensor([1e30, -1e30, 500.0, -70000.0, torch.inf, 1.0])
     kept: dict[str, Any] = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
     compiled = torch.compile(lambda x: {dtype: hints.saturating_cast(x, dtype) for dtype in FP8_MAX}, options=kept)
-    for dtype, found in compiled(x).items():
-        assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float()), dtype
+    for dtype, cast in compiled(x).items():
+        assert torch.equal(cast.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float()), dtype
 
 
 def gemm_chain() -> nn.Module:

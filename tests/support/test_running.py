@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_cases_in_one_test_fail_one_by_one(subtests: pytest.Subtests, monkeypatc
     failed: list[tuple[str | None, dict[str, Any], str]] = []
 
     @contextlib.contextmanager
-    def record(label: str | None, **values: Any) -> Iterator[None]:
+    def record(label: str | None, **values: Any) -> Generator[None]:
         try:
             yield
         except AssertionError as error:
