@@ -35,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """Freeze what lives after a file, as libraries that it was the first to import: it is no garbage later."""
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
