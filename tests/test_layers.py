@@ -286,13 +286,9 @@ def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
 
 def test_a_test_is_named_by_subject_and_expectation() -> None:
     """Its name is what a reader of a failure sees first: it does not begin with a question word, or with "it"."""
-    functions = (
-        (node.name, file)
-        for file in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(parsed(file))
-        if isinstance(node, ast.FunctionDef)
-    )
-    assert [f"{file}: {name}" for name, file in functions if re.match("test_(what|how|why|it)_", name)] == []
+    function = re.compile(r"^ *def (test_(?:what|how|why|it)_\w*)", re.MULTILINE)
+    files = (ROOT / "tests").rglob("test_*.py")
+    assert [f"{file}: {name}" for file in files for name in function.findall(file.read_text(encoding="utf-8"))] == []
 
 
 PARTICIPLES = frozenset({"asked", "found", "known", "taken", "told"})
