@@ -110,9 +110,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], dict[str, Any
 }
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "generated code" else way for way in WAYS]
-)
+@first_fast("way", WAYS, also=["block by block", "checkpointed inside", "kept weights"])
 def test_the_first_step_has_the_gradients_of_current_scaling(way: str) -> None:
     """Bit for bit: the scale of each tensor is that of its own amax; and none of the steps after it is off."""
     make, compiled, settings = WAYS[way]

@@ -36,7 +36,7 @@ def trained(run: Any, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@first_fast("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_hundred_ways_to_write_a_weight(recipe: str, compiler: Any) -> None:
     """Beside a backend that keeps no copies at all, with and without gradients."""
     assert len(WAYS) >= 100
