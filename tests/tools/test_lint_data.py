@@ -90,7 +90,7 @@ def test_a_product_of_stored_scales_is_not_judged() -> None:
 
 
 @pytest.mark.usefixtures("twice")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@first_fast("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_torchao_is_explained_by_rounding(recipe: str) -> None:
     float8 = pytest.importorskip("torchao.float8")
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)

@@ -120,7 +120,7 @@ def test_an_inverted_scale_of_transformers_is_an_error() -> None:
     assert finding.rule == "scale-inverted"
 
 
-@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+@first_fast("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
 def test_compressed_tensors_raises_nothing(preset: str) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
