@@ -340,6 +340,7 @@ def test_a_weight_that_was_zero_has_its_own_scale_once_it_is_not() -> None:
     assert distance(gradients(module, model), gradients(module, module)) < 0.25
 
 
+@pytest.mark.slow
 def test_graphs_of_observed_steps_are_not_listed_beside_those_of_the_first() -> None:
     module, backend = Deep(), eager_backend(Policy(default=AUTO), observe={"every": 2})
     model = torch.compile(module, backend=backend)

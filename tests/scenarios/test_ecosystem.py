@@ -180,6 +180,7 @@ def trained_adapters(backend: fp8graph.Backend | None) -> tuple[Any, list[float]
     return model, losses
 
 
+@pytest.mark.slow
 def test_lora() -> None:
     """Frozen weights in FP8, quantized once; adapters in high precision."""
     _, expected = trained_adapters(None)

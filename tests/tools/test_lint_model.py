@@ -561,6 +561,7 @@ def test_a_lint_reads_as_text() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpointed_llama_is_traced() -> None:
     """Its dropout is a higher-order op, which has no rule for a mode of a class of ours."""
     settings: dict[str, Any] = {
