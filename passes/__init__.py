@@ -25,11 +25,12 @@ from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
 from fp8graph.passes.attention.ops import active_implementation
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
+from fp8graph.passes.batch_invariance.fix_order import fix_order, is_batch_invariant, refuse_batches
+from fp8graph.passes.batch_invariance.fix_sums import fix_sums, sums_on_gpu
 from fp8graph.passes.cast_in_tiles import cast_in_tiles
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.dequantize_backward import dequantize_backward, dequantizes
-from fp8graph.passes.fix_order import fix_order, is_batch_invariant, refuse_batches
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.fuse_stored_linears import fuse_stored_linears, may_be_joined, wanted_joins
@@ -111,6 +112,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(save_for_backward, has_backward),
     Pass(quantize_attention, is_attention_quantized),
     Pass(fix_order, is_batch_invariant),
+    Pass(fix_sums, sums_on_gpu),
 )
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the

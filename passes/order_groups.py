@@ -24,8 +24,8 @@ from fp8graph.ir.quantize_node import QuantizeNode
 
 
 def has_groups(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some grouped GEMM multiplies in low precision."""
-    return any(nodes(graph, (ops.scaled_grouped_mm,)))
+    """Whether some grouped GEMM multiplies in low precision, by a kernel of the device's library."""
+    return not compilation.facts.settings.batch_invariant and any(nodes(graph, (ops.scaled_grouped_mm,)))
 
 
 def order_groups(graph: fx.Graph, compilation: Compilation) -> None:

@@ -39,12 +39,13 @@ _SCALED: Final = "its scales multiply an FP32 result, for smaller tiles"
 
 def may_use_small_tiles(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether some GEMM of the device has a form with smaller tiles."""
-    return any(_most_rows(node, compilation) for node in nodes(graph, (ops.scaled_mm,)))
+    invariant = compilation.facts.settings.batch_invariant
+    return not invariant and any(_most_rows(node, compilation) for node in nodes(graph, (ops.scaled_mm,)))
 
 
 def wanted_repeats(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
     """One for each weight, or those that are multiplied as one, in a GEMM of few rows."""
-    if facts.training or not facts.keeps_weights:
+    if facts.training or not facts.keeps_weights or facts.settings.batch_invariant:
         return 0
     weights: set[Any] = set()
     for each in foreseen():

@@ -592,9 +592,14 @@ class Launch:
 Launches = tuple[Sequence[tuple[Sequence[int], torch.dtype]], Collection[int], Sequence[Launch]]
 
 
+def has_triton() -> bool:
+    """Return whether triton is installed, which is not part of torch's CPU wheels."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def writes_tiles(device: torch.device) -> bool:
     """Whether Triton kernels that are written by hand run there: on GPUs of the kinds that were measured."""
-    return _capability(device) in MEASURED and importlib.util.find_spec("triton") is not None
+    return _capability(device) in MEASURED and has_triton()
 
 
 def rounds_between() -> bool:

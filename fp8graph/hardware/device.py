@@ -59,6 +59,11 @@ class Hardware:
     # Decisions for a device.
 
     @property
+    def fixes_order(self) -> bool:
+        """Whether fp8graph has products for it that add up a row alike in any batch (``numerics/invariant.py``)."""
+        return False
+
+    @property
     def default_recipe(self) -> str:
         """The recipe to use if the user names none."""
         return "tensorwise"
@@ -191,10 +196,11 @@ class Hardware:
         if custom_ops and addend is None and (product := cls.custom_gemm(gemm, out_dtype)) is not None:
             return product(a, b, scale_inv_a, scale_inv_b, bias)
         if gemm not in cls.alignments:  # no device of the vendor has a kernel
-            blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
             result = matmul.scaled_mm(
-                a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars, (order_a, order_b)
-            )
+                *(a, b, scale_inv_a, scale_inv_b, bias, out_dtype),
+                scaling=scaling, block_a=block_a, block_b=block_b, order_a=order_a, order_b=order_b,
+                global_scale_inv_a=global_scale_inv_a, global_scale_inv_b=global_scale_inv_b,
+            )  # fmt: skip
             return result if addend is None else addend + result
         (data_a, scales_a), (data_b, scales_b) = (
             cls.operand(data, cls._in_order(kind.scales_for_gemm(scale_inv), gemm, block, order), gemm, block)
@@ -258,11 +264,11 @@ class Hardware:
         ``native``: a kernel multiplies, with one scale per row, or those of tiles in the order that it reads.
         """
         if not (native and cls.multiplies_groups):
-            blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
-            orders = order_a, order_b
             return matmul.scaled_grouped_mm(
-                a, b, scale_inv_a, scale_inv_b, offs, out_dtype, scaling, blocks, scalars, multiple, orders
-            )
+                *(a, b, scale_inv_a, scale_inv_b, offs, out_dtype),
+                scaling=scaling, block_a=block_a, block_b=block_b, order_a=order_a, order_b=order_b, multiple=multiple,
+                global_scale_inv_a=global_scale_inv_a, global_scale_inv_b=global_scale_inv_b,
+            )  # fmt: skip
         kind, ragged_k = SCALINGS[scaling], b.ndim == 2
         if (order := cls.order_of_groups(kind.gemm)) != "":
             ends = padded_offsets(offs, multiple) if ragged_k else offs
@@ -318,6 +324,10 @@ class CPU(Hardware):
     @classmethod
     def runs(cls, device: torch.device) -> bool:
         return device.type == "cpu"
+
+    @property
+    def fixes_order(self) -> bool:
+        return True
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
         return 1, 16, 16  # as GPUs have it

@@ -126,6 +126,10 @@ class NVIDIA(Hardware):
         assert hardware is not None
         return hardware
 
+    @property
+    def fixes_order(self) -> bool:
+        return "row" in self.scalings  # Triton multiplies FP8 there
+
     @classmethod
     def runs(cls, device: torch.device) -> bool:
         return device.type in ("cuda", "meta") and torch.version.hip is None

@@ -172,6 +172,8 @@ _TYPES: Final = {
     "int | None": "int?",
     "float | None": "float?",
     "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+    "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "torch.device": "Device",
 }
 

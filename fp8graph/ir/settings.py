@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
 
 from fp8graph import hardware
-from fp8graph.compat import inductor, torch_build
+from fp8graph.compat import inductor
 from fp8graph.errors import ConfigError, did_you_mean, expect
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import launches_are_replayed
@@ -58,9 +58,9 @@ class Settings:
             rounds in another order than the GEMM does. On NVIDIA GPUs of sm_90.
         batch_invariant: give each token the same bits whatever the batch that it is in: its size, order and padding,
             packed sequences, prefill or decoding, training or inference, forward and the gradients of inputs. Products
-            and attention are slower (``passes/fix_order.py``), linears are not fused, and generated code rounds as
-            eager code does and runs on one thread. On CPUs; raises while it compiles for what cannot be (scales of
-            whole tensors of activations, dropout in attention).
+            and attention are slower (``passes/batch_invariance``), linears are not fused, and generated code rounds as
+            eager code does, on a CPU on one thread. On CPUs and, not run there yet, NVIDIA GPUs from sm_89 on; raises
+            while it compiles for what cannot be (scales of whole tensors of activations, dropout in attention).
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -89,11 +89,8 @@ class Settings:
         for name in (each.name for each in dataclasses.fields(self) if each.type == "bool"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
-        if self.batch_invariant and self.compiler == "inductor" and not torch_build.CPP_ROUNDS_BETWEEN:
-            raise ConfigError(
-                'batch_invariant=True needs torch 2.13 or compiler="eager": before, code that Inductor generates for a '
-                "CPU rounds otherwise where it fuses otherwise."
-            )
+        if self.batch_invariant and self.small_tiles:
+            raise ConfigError("small_tiles=True multiplies few rows in another order: not with batch_invariant=True.")
         _ = self.hardware, self.inductor  # raises for an unknown target
 
     @staticmethod

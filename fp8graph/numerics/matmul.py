@@ -27,8 +27,6 @@ from fp8graph.numerics.scalings import SCALINGS, Scaling
 from fp8graph.numerics.tiles import rows_of_blocks
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of a [m, k] and b [n, k] in FP32: a @ b.T
-Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
-Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], [groups], or [rows, 1]
 
 
 def _in_one_gemm(a: Tensor, b: Tensor) -> Tensor:
@@ -42,25 +40,31 @@ def scaled_mm(
     scale_inv_b: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    scaling: str,
-    blocks: Blocks,
-    scalars: Scalars,
-    orders: tuple[str, str] = ("", ""),
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+    order_a: str = "",
+    order_b: str = "",
     product: Product = _in_one_gemm,
 ) -> Tensor:
     """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias`` in FP32, rounded once to ``out_dtype``.
 
-    a [m, k], b [n, k] and their scales as ``quantize_layouts`` returns them in ``orders``. ``product``: multiplies the
-    decoded operands.
+    a [m, k], b [n, k] and the rest as ``Hardware.scaled_mm`` has them. ``product``: multiplies the decoded operands.
     """
     kind = SCALINGS[scaling]
-    values_a, values_b = (
-        kind.decode(data, kind.in_rows(data, scale_inv, order, block), block, scalar)
-        for data, scale_inv, order, block, scalar in zip(
-            (a, b), (scale_inv_a, scale_inv_b), orders, blocks, scalars, strict=True
+    sides = (
+        (a, scale_inv_a, order_a, block_a, global_scale_inv_a),
+        (b, scale_inv_b, order_b, block_b, global_scale_inv_b),
+    )
+    result = product(
+        *(
+            kind.decode(data, kind.in_rows(data, scale_inv, order, block), block, scalar)
+            for data, scale_inv, order, block, scalar in sides
         )
     )
-    result = product(values_a, values_b)
     return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
 
 
@@ -71,24 +75,31 @@ def scaled_grouped_mm(
     scale_inv_b: Tensor,
     offs: Tensor,
     out_dtype: torch.dtype,
-    scaling: str,
-    blocks: Blocks,
-    scalars: Scalars,
-    multiple: int,
-    orders: tuple[str, str] = ("", ""),
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+    multiple: int = 1,
+    order_a: str = "",
+    order_b: str = "",
     product: Product = _in_one_gemm,
 ) -> Tensor:
     """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
     [experts, m, n]. Rows of no group are zero.
 
-    ``multiple``: groups of columns are padded to it. ``orders``: of the scales of a and b (``group_blocks``).
+    ``multiple``: groups of columns are padded to it. ``order_a``, ``order_b``: of the scales (``group_blocks``).
     """
     kind, ragged_k = SCALINGS[scaling], b.ndim == 2
     scale_inv_a, scale_inv_b = (
         _in_rows(data, scale_inv, kind, block, offs, multiple if ragged_k else 0) if order else scale_inv
-        for data, scale_inv, block, order in zip((a, b), (scale_inv_a, scale_inv_b), blocks, orders, strict=True)
+        for data, scale_inv, block, order in (
+            (a, scale_inv_a, block_a, order_a),
+            (b, scale_inv_b, block_b, order_b),
+        )
     )
-    sides = ((a, scale_inv_a, blocks[0], scalars[0]), (b, scale_inv_b, blocks[1], scalars[1]))
+    sides = (a, scale_inv_a, block_a, global_scale_inv_a), (b, scale_inv_b, block_b, global_scale_inv_b)
     shape = (offs.shape[0], a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
     out = a.new_zeros(shape, dtype=out_dtype)
     for span in spans(offs, multiple):

@@ -140,6 +140,7 @@ NOT_DECIDING = {
     "autograd.uses_of_a_grad",
     "torch.is_grad_enabled",
     "inductor.rounds_between",  # an option of Inductor's
+    "inductor.has_triton",  # without it, an error
 }
 STATE = re.compile(
     r"torch\.(is_(?!tensor)|are_|get_|backends\.|cuda\.|utils\.deterministic)|os\.(environ|getenv)|sys\.|platform\."

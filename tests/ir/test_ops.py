@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 import oracle
 from fp8graph.ir import ops, transforms
 from fp8graph.passes.attention import ops as of_attention
-from fp8graph.passes.connect_scales import initial_scales, read_scales, stage_amaxes, update_page
-from fp8graph.passes.fix_order import (
+from fp8graph.passes.batch_invariance.fix_order import (
     ordered_attention,
     ordered_attention_backward,
     ordered_grouped_mm,
@@ -24,6 +23,8 @@ from fp8graph.passes.fix_order import (
     ordered_scaled_grouped_mm,
     ordered_scaled_mm,
 )
+from fp8graph.passes.batch_invariance.fix_sums import ordered_sum, ordered_var_mean
+from fp8graph.passes.connect_scales import initial_scales, read_scales, stage_amaxes, update_page
 from fp8graph.passes.observe import measuring
 from fp8graph.passes.order_scales import scales_in_rows
 from helpers import in_one_test, same_bits
@@ -195,16 +196,18 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 
 
 def test_each_dialect_op_has_a_reference() -> None:
+    own_kernels = {torch.ops.fp8graph.ordered_index_put.default, torch.ops.fp8graph.ordered_masked_index_put.default}
     modules = ops, transforms, of_attention, measuring
     defined = {op for module in modules for op in vars(module).values() if isinstance(op, torch._ops.OpOverload)}
     loops = {ordered_mm, ordered_scaled_mm, ordered_grouped_mm, ordered_scaled_grouped_mm}
-    loops |= {ordered_attention, ordered_attention_backward}
+    loops |= {ordered_attention, ordered_attention_backward, ordered_sum, ordered_var_mean, *own_kernels}
     defined |= {read_scales, initial_scales, stage_amaxes, update_page, scales_in_rows}
     defined |= loops
     assert {op.namespace for op in defined} == {"fp8graph"}
     run_as_they_are = {ops.grouped_mm, measuring.error_of_gemm, ops.random_seed, *loops}
     assert ops.REFERENCE.keys() == defined - run_as_they_are
     strided = {ops.dequantize, ops.stored_weight, of_attention.scaled_attention, ordered_attention}
+    strided |= {ordered_attention_backward, ordered_var_mean, *own_kernels}
     assert ops.SHAPES.keys() == defined - strided - {ops.random_seed}  # which has no tensor to describe
 
 
@@ -245,3 +248,6 @@ def test_fakes_of_ordered_ops(transposed: bool) -> None:
     assert_fake_agrees(ordered_mm, a.t().contiguous().t() if transposed else a, b, torch.randn(3))
     ends = torch.tensor([2, 4], dtype=torch.int32)
     assert_fake_agrees(ordered_grouped_mm, a, b.expand(2, 16, 3), ends)
+    for dims, keepdim in (([-1], True), ([1, 2], False)):
+        assert_fake_agrees(ordered_sum, q, dims, keepdim, torch.float32, True)
+        assert_fake_agrees(ordered_var_mean, q, dims, 1.0, keepdim)

@@ -12,7 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache
 
-from fp8graph import Backend, Policy, Rule
+from fp8graph import Backend, Float8BlockScaling, Policy, Rule
 from fp8graph.compat.torch_build import CPP_ROUNDS_BETWEEN
 from fp8graph.errors import ConfigError, Fp8CoverageError
 from helpers import MLP, first_fast, first_slow, same_bits
@@ -181,6 +181,30 @@ class Attending(nn.Module):
         return self.attend(*self.qkv(x).unflatten(-1, (3, 1, 32)).permute(2, 0, 3, 1, 4))
 
 
+class Heads(nn.Module):
+    """Attention whose gradients are viewed as rows of tokens, with nothing in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).view(*x.shape[:2], 2, 16).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+def test_gradients_of_attention_lie_in_memory_as_torchs() -> None:
+    gradients: list[Tensor] = []
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(2, 8, 32, requires_grad=True)
+    for batch_invariant in (True, False):
+        torch._dynamo.reset()
+        backend = Backend(Policy(default=None), compiler="eager", batch_invariant=batch_invariant)
+        (gradient,) = torch.autograd.grad(torch.compile(model, backend=backend)(x).sum(), [x])
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
+
+
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).softmax(-1) @ v
 
@@ -238,10 +262,21 @@ def test_a_layer_that_depends_on_the_batch_is_refused(name: str) -> None:
         torch.compile(make(), backend=backend)(torch.randn(2, 8, 32))
 
 
-def test_a_gpu_is_refused() -> None:
+SMALL_TILES = Float8BlockScaling(x_block=(1, 16), w_block=(16, 16), grad_block=(1, 16))
+ON_GPUS: dict[str, tuple[Any, str]] = {
+    "gfx942": ("rowwise", "on gfx942 the library chooses a GEMM's kernel by the number of rows"),
+    "sm_80": ("rowwise", "on sm_80 the library chooses a GEMM's kernel by the number of rows"),
+    "sm_90": (SMALL_TILES, "the GPU's products are of FP8 with a scale per row, or per 32"),
+}
+
+
+@pytest.mark.parametrize("target", ON_GPUS)
+def test_a_gpu_without_kernels_is_refused(target: str) -> None:
     torch._dynamo.reset()
-    backend = Backend(recipe="rowwise", compiler="eager", target="sm_90", batch_invariant=True)
-    with pytest.raises(ConfigError, match="up: on sm_90 the library chooses a GEMM's kernel by the number of rows"):
+    recipe, why = ON_GPUS[target]
+    policy = Policy(default=recipe, min_speedup=0)
+    backend = Backend(policy, compiler="eager", target=target, batch_invariant=True)
+    with pytest.raises(ConfigError, match=f"gate: {why}"):
         torch.compile(MLP(), backend=backend)(torch.randn(64, 32))
 
 
@@ -277,10 +312,8 @@ def test_a_frame_that_would_run_in_eager_is_an_error() -> None:
 
 
 def test_options_of_inductor_that_contradict_are_refused() -> None:
-    if not CPP_ROUNDS_BETWEEN:
-        with pytest.raises(ConfigError, match="batch_invariant=True needs torch 2.13 or compiler="):
-            Backend(recipe="rowwise", batch_invariant=True)
-        return
+    with pytest.raises(ConfigError, match="small_tiles=True multiplies few rows in another order"):
+        Backend(recipe="rowwise", batch_invariant=True, small_tiles=True)
     options = Backend(recipe="rowwise", batch_invariant=True).settings.inductor
     assert options == {"emulate_precision_casts": True, "cpp.threads": 1}
     with pytest.raises(ConfigError, match=r"needs Inductor's option cpp\.threads=1, not 4\."):

@@ -17,6 +17,7 @@ from helpers import ALL, MLP, NONE, view_of
 ASKED_FOR = {"score", "fuse_linears", "observe", "hoist_weights", "note_weights", "accumulate_wgrad"} | {
     "refuse_batches",
     "fix_order",
+    "fix_sums",
 }
 
 

@@ -9,8 +9,8 @@ by hand: no code can be generated for it in this process.
 
 A script, because the interpreter is chosen before triton is imported. The generated module runs as it is but for names
 of devices. Replaced in the interpreter: casts between floats, which it gets wrong (fp32 -> bf16 truncates,
-fp32 -> FP8 misrounds; triton 3.6 to 3.9), libdevice, which is empty outside a compiler, and reductions with a function
-of Inductor's, one Python call an element otherwise.
+fp32 -> FP8 misrounds; triton 3.6 to 3.9), products (those of bf16 are of its bits), libdevice, which is empty outside a
+compiler, and reductions with a function of Inductor's, one Python call an element otherwise.
 """
 
 from __future__ import annotations
@@ -101,8 +101,20 @@ def pairwise(function: Any) -> Callable[..., Any]:
     return lambda a, b: wrap(function(a.handle.data, b.handle.data), a.dtype)
 
 
+def exact_dot(_self: Any, a: Any, b: Any, sums: Any, *_settings: Any) -> Any:
+    """A product in FP32: numpy would multiply the bits of bf16 as integers. In one order, as a GPU's is."""
+    values = [x.data if x.dtype.name == "fp32" else _cast(x.data, x.dtype, tl.float32, None) for x in (a, b)]
+    x, y = (np.asarray(value).view(np.float32) for value in values)
+    result = np.zeros_like(sums.data)
+    for k in range(x.shape[1]):
+        result += x[:, k : k + 1] * y[k]
+    return interpreter.TensorHandle(result + sums.data, sums.dtype.scalar)
+
+
 def prepare() -> None:
     interpreter._convert_float = exact_cast
+    builder: Any = interpreter.InterpreterBuilder
+    builder.create_dot = exact_dot
     helpers: Any = triton_helpers
     helpers.libdevice = TorchLibdevice()
     helpers.max2, helpers.maximum, helpers.minimum = reduction(np.max), pairwise(np.maximum), pairwise(np.minimum)

@@ -269,6 +269,10 @@ class Scaling(ABC):
         shape = self.scale_shape(rows, columns * self.packed, block)
         return in_rows(scale_inv, order, shape, block[0]) if order and shape is not None else scale_inv
 
+    def scale_values(self, scale_inv: Tensor) -> Tensor:
+        """Return the numbers of ``scale_inv`` in FP32."""
+        return scale_inv.to(torch.float32)
+
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
         """The scales as the GEMM of ``gemm`` takes them."""
         return scale_inv

@@ -112,10 +112,6 @@ class Tiled(Scaling):
         """The numbers of ``data`` in FP32, not scaled."""
         return data.to(torch.float32)
 
-    def scale_values(self, scale_inv: Tensor) -> Tensor:
-        """The numbers of ``scale_inv`` in FP32."""
-        return scale_inv.to(torch.float32)
-
 
 class Block(Tiled):
     """One FP32 scale per tile: 1x128 and 128x128 of Float8BlockScaling, or other sizes."""

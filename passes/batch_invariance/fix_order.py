@@ -5,39 +5,45 @@
     y = scaled_grouped_mm(qx, qw, ..., offs)    ->      y = ordered_scaled_grouped_mm(qx, qw, ..., offs)
     o, logsumexp = flash_for_cpu(q, k, v, ...)  ->      o, logsumexp = ordered_attention(q, k, v, mask, causal, scale)
 
-With ``batch_invariant=True``. The ops are loops over GEMMs of one shape (``numerics/invariant.py``): fprop and dgrad,
-in FP8 or not, and attention, forward and backward. wgrad adds up all tokens and stays.
+With ``batch_invariant=True``. The ops (``numerics/invariant.py``) are loops over GEMMs of one shape, and on GPUs
+Triton kernels of one configuration: fprop and dgrad, in FP8 or not, and attention, forward and backward. wgrad adds up
+all tokens and stays. ``fix_sums`` is next, for what else a GPU adds up.
 
 ``refuse_batches`` runs as soon as the decisions are there, and raises for what has no such order, by layer: scales of a
-whole batch, products of activations, attention that is written out (with dropout it is), in FP8 or in another form,
-other products (convolutions, ops of other libraries), and all devices but CPUs, whose libraries choose a kernel by the
-number of rows.
+whole batch, products of activations, attention that is written out (on a CPU with dropout it is), in FP8 or in another
+form, other products (convolutions, ops of other libraries), and devices for which there are no such products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 
-from fp8graph.compat.attention import CPU_FLASH, FORMS
+from fp8graph.compat import inductor, torch_build
+from fp8graph.compat.attention import FORMS
 from fp8graph.compat.ops import named_arguments
 from fp8graph.errors import ConfigError
-from fp8graph.hardware.device import CPU
+from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, take_place, update_value
+from fp8graph.ir.edit import insert, take_place, update_value, update_views
 from fp8graph.ir.nodes import GEMM_KEY, GROUPED, PASS_KEY, aten, known_equal, matmul_arguments, nodes, value
 from fp8graph.ir.ops import define
 from fp8graph.ir.sites import Gemm, Site
+from fp8graph.ir.text import short
 from fp8graph.numerics import invariant
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe
 from fp8graph.records import AttentionRecord, ProductRecord
 
 _LINES: Final = 8  # of an error
+_FORMS: Final = ("CPU flash", "flash", "memory-efficient", "cuDNN")  # of attention that have an order
+_ATTENTION: Final = [op for op, form in FORMS.items() if form.name in _FORMS]
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_TILES: Final = frozenset((32, 64, 128))  # elements along k that share a scale: one step of a kernel
 
 
 def is_batch_invariant(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -46,20 +52,32 @@ def is_batch_invariant(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def refuse_batches(graph: fx.Graph, compilation: Compilation) -> None:
-    if reasons := list(dict.fromkeys(_obstacles(compilation))):
-        more = [f"... and {len(reasons) - _LINES} more"] if len(reasons) > _LINES else []
-        raise ConfigError("\n  ".join(["batch_invariant=True cannot hold for", *reasons[:_LINES], *more]))
+    refuse(_obstacles(compilation))
 
 
 def fix_order(graph: fx.Graph, compilation: Compilation) -> None:
-    left = {gemm.node for site in compilation.sites for gemm in site.gemms if gemm.gemm == "wgrad"}
+    left = weight_gradients(graph, compilation)
     for node in list(nodes(graph, _ORDERED)):
-        if node not in left and node.meta.get(GEMM_KEY, (0, ""))[1] != "wgrad":
+        if node not in left:
             with graph.inserting_before(node):
                 target, args, kwargs = _ORDERED[node.target](node)
                 take_place(insert(graph, target, args, like=node, kwargs=kwargs), node)
-    for node in list(nodes(graph, (CPU_FLASH, FORMS[CPU_FLASH].backward))):
-        _replace_attention(node)
+    backwards = [FORMS[op].backward for op in _ATTENTION]
+    for node in [*nodes(graph, backwards), *nodes(graph, _ATTENTION)]:
+        _replace_attention(graph, node, is_backward=node.target in backwards)
+
+
+def refuse(reasons: Iterable[str]) -> None:
+    """Raise for ``reasons``, "layer: why", if there are any."""
+    if lines := list(dict.fromkeys(reasons)):
+        more = [f"... and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+        raise ConfigError("\n  ".join(["batch_invariant=True cannot hold for", *lines[:_LINES], *more]))
+
+
+def weight_gradients(graph: fx.Graph, compilation: Compilation) -> set[fx.Node]:
+    """Return the GEMMs that add up all tokens."""
+    left = {gemm.node for site in compilation.sites for gemm in site.gemms if gemm.gemm == "wgrad"}
+    return left | {node for node in graph.nodes if node.meta.get(GEMM_KEY, (0, ""))[1] == "wgrad"}
 
 
 def why_of_batch(recipe: Recipe, gemm: GemmName) -> str:
@@ -74,6 +92,12 @@ def why_of_batch(recipe: Recipe, gemm: GemmName) -> str:
 
 def _obstacles(compilation: Compilation) -> Iterator[str]:
     """Give the reasons why some token would not get the same bits, by layer."""
+    if compilation.facts.settings.compiler == "inductor" and not torch_build.CPP_ROUNDS_BETWEEN:
+        if any(not compilation.hardware_of(gemm.node).is_gpu for site in compilation.sites for gemm in site.gemms):
+            yield (
+                "the model: before torch 2.13, code that Inductor generates for a CPU rounds otherwise where it fuses "
+                'otherwise; compiler="eager" does not'
+            )
     attentions = [row for row in compilation.rows if isinstance(row, AttentionRecord)]
     written_out = {row.fqn for row in attentions if row.written_out}
     for site in compilation.sites:
@@ -97,8 +121,10 @@ def _named(fqn: str) -> str:
 
 def _why_not(site: Site, gemm: Gemm, compilation: Compilation) -> str:
     device, recipe = compilation.hardware_of(gemm.node), compilation.decisions[gemm.node].recipe
-    if not isinstance(device, CPU):
-        return f"on {device.name} the library chooses a GEMM's kernel by the number of rows; only CPUs have an order"
+    if not device.fixes_order:
+        return f"on {device.name} the library chooses a GEMM's kernel by the number of rows; fp8graph has none for it"
+    if device.is_gpu and (why := _why_no_kernel(gemm, recipe, device)):
+        return why
     if recipe is not None and (why := why_of_batch(recipe, gemm.gemm)):
         return why
     a, _ = matmul_arguments(gemm.node)
@@ -111,12 +137,29 @@ def _why_not(site: Site, gemm: Gemm, compilation: Compilation) -> str:
     return ""
 
 
+def _why_no_kernel(gemm: Gemm, recipe: Recipe | None, device: Hardware) -> str:
+    """Return why no Triton kernel of one configuration multiplies these operands; "" if one does."""
+    x = value(gemm.node)
+    if x.device.type != "cpu" and not inductor.has_triton():
+        return "the GPU's products need triton, which is not installed"
+    if x.dtype not in _DTYPES:
+        return f"the GPU's products are of {', '.join(map(short, _DTYPES))}, not of {short(x.dtype)}"
+    quantizers = [device.quantizer(recipe, operand) for operand in GEMM_OPERANDS[gemm.gemm]] if recipe else []
+    sizes = {quantizer.block[1] for quantizer in quantizers if SCALINGS[quantizer.scaling].tiled}
+    if any(SCALINGS[quantizer.scaling].packed > 1 for quantizer in quantizers) or sizes - _TILES or len(sizes) > 1:
+        some = ", ".join(map(str, sorted(_TILES)))
+        return f"the GPU's products are of FP8 with a scale per row, or per {some} elements"
+    return ""
+
+
 def _why_not_attention(row: AttentionRecord) -> str:
     if row.written_out:
         return 'attention is written out as matmuls: attn_implementation="sdpa" without attention dropout has an order'
+    if row.dropout:
+        return "attention with dropout draws numbers by the place in the batch"
     if row.recipe is not None:
         return "attention in FP8 has a scale for all tokens of a head"
-    return "" if row.form == FORMS[CPU_FLASH].name else f"{row.form} attention has no order of fp8graph's"
+    return "" if row.form in _FORMS else f"{row.form} attention has no order of fp8graph's"
 
 
 def _of_mm(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -134,17 +177,22 @@ def _of_scaled(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return target, node.args, dict(node.kwargs)
 
 
-def _replace_attention(node: fx.Node) -> None:
-    """Let the node be the ordered op. Its results have the same strides but for the logsumexp, which backward reads."""
+def _replace_attention(graph: fx.Graph, node: fx.Node, *, is_backward: bool) -> None:
+    """Let the node be the ordered op, whose first results are those of every form: the others serve backward alone."""
     given = named_arguments(node)
-    backward = node.target is not CPU_FLASH
-    names = ("grad_out", "query", "key", "value", "out", "logsumexp") if backward else ("query", "key", "value")
-    node.target = ordered_attention_backward if backward else ordered_attention
-    node.args = tuple(given[name] for name in (*names, "attn_mask", "is_causal", "scale"))
+    names = ("query", "key", "value", "out", "logsumexp") if is_backward else ("query", "key", "value")
+    gradients = [given.get("grad_out", given.get("grad_out_"))] if is_backward else []
+    mask = given.get("attn_mask", given.get("attn_bias"))  # [batch, heads, queries, keys]
+    node.target = ordered_attention_backward if is_backward else ordered_attention
+    node.args = (*gradients, *(given[name] for name in names), mask, given["is_causal"], given.get("scale"))
     node.kwargs, node.meta[PASS_KEY] = {}, ""
     update_value(node)
-    for user in node.users:
-        update_value(user)
+    for user in list(node.users):
+        if user.users:
+            update_value(user)
+            update_views(user)
+        else:
+            graph.erase_node(user)
 
 
 # Fakes, see ``ir/ops.py``.
@@ -161,7 +209,8 @@ def _shape_of_attention(q: Tensor, _k: Tensor, v: Tensor, *_arguments: Any) -> t
 
 
 def _shape_of_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v)]
+    sizes = ((x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v))
+    return [q.new_empty(size).transpose(1, 2) for size in sizes]
 
 
 def _schema_of(op: Any) -> str:
@@ -171,7 +220,6 @@ def _schema_of(op: Any) -> str:
 
 ordered_mm = define(
     "ordered_mm",
-    "(Tensor a, Tensor b, Tensor? bias) -> Tensor",
     reference=invariant.mm,
     fake=_shape_of_mm,
     lowered=False,
@@ -185,7 +233,6 @@ ordered_scaled_mm = define(
 )
 ordered_grouped_mm = define(
     "ordered_grouped_mm",
-    _schema_of(ops.grouped_mm),
     reference=invariant.grouped_mm,
     fake=ops.SHAPES[ops.grouped_mm],
     lowered=False,
@@ -199,7 +246,6 @@ ordered_scaled_grouped_mm = define(
 )
 ordered_attention = define(
     "ordered_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale) -> (Tensor, Tensor)",
     reference=invariant.attend,
     fake=_shape_of_attention,
     lowered=False,
@@ -207,11 +253,10 @@ ordered_attention = define(
 )
 ordered_attention_backward = define(
     "ordered_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask, bool is_causal,"
-    " float? scale) -> Tensor[]",
     reference=invariant.attend_backward,
     fake=_shape_of_gradients,
     lowered=False,
+    contiguous=False,
 )
 
 # The ops that have an ordered form, and the function that gives its op and arguments for a node.
