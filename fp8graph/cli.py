@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and what they take."""
+    """Return all commands and what they take."""
     main_parser = _Parser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
     main_parser.add_argument("--version", action="version", version=f"fp8graph {__version__}")
     commands = main_parser.add_subparsers(required=True, metavar="COMMAND")
@@ -124,7 +124,7 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _faster_from(options: argparse.Namespace, **settings: Any) -> str:
-    """A sentence about the fewest tokens with which some GEMM is faster in FP8, by two layers of the model."""
+    """Return a sentence about the fewest tokens with which some GEMM is faster in FP8, by two layers of the model."""
     from fp8graph.tools.hugging_face import config_of, inputs_of, model_of
 
     model = model_of(config_of(options.model, min(options.layers or 2, 2))[0], options.name)
@@ -144,13 +144,13 @@ def _faster_from(options: argparse.Namespace, **settings: Any) -> str:
 
 
 def _size(inputs: dict[str, Any], batch: int, seq: int) -> str:
-    """The size of made-up inputs, of which those of images have no tokens."""
+    """Return the size of made-up inputs, of which those of images have no tokens."""
     of_tokens = {"input_ids", "decoder_input_ids", "input_values"} & inputs.keys()
     return f"{batch} x {seq} tokens" if of_tokens else f"a batch of {batch}"
 
 
 def _stage(report: Any, name: str) -> str:
-    """The text of one stage of each graph: after a pass, or after the last one before it that the graph needed."""
+    """Give the text of one stage of each graph: after a pass, or after the last one before it that the graph needed."""
     from fp8graph.errors import ConfigError, did_you_mean
     from fp8graph.passes import JOINT_PIPELINE
 
@@ -268,7 +268,7 @@ def doctor(_options: argparse.Namespace) -> int:
 
 
 def missing() -> list[tuple[str, str]]:
-    """Each optional package that is not installed, and the command that installs it."""
+    """Return each optional package that is not installed, and the command that installs it."""
     names = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     rows = [(name, f"not installed. Run: {install(name)}") for name in names]
     return rows or [("optional packages", "all installed")]
@@ -353,7 +353,7 @@ def completion(options: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    """A number of at least 1."""
+    """Return a number of at least 1."""
     number = int(text) if re.fullmatch("[0-9]+", text) else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
@@ -361,21 +361,21 @@ def _positive(text: str) -> int:
 
 
 def _recipe(name: str) -> str:
-    """The name of a recipe."""
+    """Return the name of a recipe."""
     if why := words.why_no_recipe(name):
         raise argparse.ArgumentTypeError(why)
     return name
 
 
 def _target(name: str) -> str:
-    """The name of a device, or of a file with its speed, which is read later."""
+    """Return the name of a device, or of a file with its speed, which is read later."""
     if not name.endswith(words.CALIBRATION) and (why := words.why_no_target(name)):
         raise argparse.ArgumentTypeError(why)
     return name
 
 
 def _policy(name: str) -> Path:
-    """A policy file, or a checkpoint that has one; it is read later."""
+    """Return a policy file, or a checkpoint that has one; it is read later."""
     if not (path := Path(name)).exists():
         meant = f". Did you mean --recipe {name}?" if name in words.RECIPE_NAMES else ""
         raise argparse.ArgumentTypeError(f"{name}: no such file or folder{meant}")
@@ -393,7 +393,7 @@ def _check_writable(path: Path, *endings: str) -> None:
 
 
 def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, dict[str, Any]]:
-    """The model of ``options``, without weights, and inputs for it. Says what was left out."""
+    """Return the model of ``options``, without weights, and inputs for it. Says what was left out."""
     from fp8graph.tools.hugging_face import config_of, inputs_of, model_of
 
     config, cut = config_of(options.model, options.layers)
@@ -408,7 +408,7 @@ def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, di
 
 
 def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
-    """The report of ``model`` on ``inputs`` that were made for it."""
+    """Return the report of ``model`` on ``inputs`` that were made for it."""
     from fp8graph.errors import ConfigError, Fp8GraphError
     from fp8graph.report.terminal import working
     from fp8graph.tools.explain import InputsError, explain

@@ -66,7 +66,7 @@ class SiteRecord:
         raise NotImplementedError
 
     def moved(self, fqn: str, index: int, *, rule: int | None, reason: str) -> Self:
-        """The same decision for the site of another name."""
+        """Return the same decision for the site of another name."""
         return dataclasses.replace(cast(Any, self), fqn=fqn, index=index, rule=rule, reason=reason)
 
 
@@ -98,7 +98,7 @@ class OtherRecord(SiteRecord):
 
     @classmethod
     def share(cls, rows: Sequence[Any], total: int) -> str:
-        """One sentence: how many sites of this kind there are, and their share of ``total`` FLOPs."""
+        """Return one sentence: how many sites of this kind there are, and their share of ``total`` FLOPs."""
         raise NotImplementedError
 
 
@@ -308,7 +308,9 @@ class Shares(NamedTuple):
 
 
 def shares(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord]) -> Shares:
-    """The FLOPs of all products that these rows describe. Matmuls of an attention that is written out count once."""
+    """Return the FLOPs of all products that these rows describe. Matmuls of an attention that is written out count
+    once.
+    """
     rows: list[SiteRecord] = [*gemms, *others]
     return Shares(
         total=sum(row.flops for row in (*gemms, *(row for row in others if not row.written_out))),

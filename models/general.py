@@ -1,4 +1,4 @@
-"""The default policy of a model: what its family keeps in high precision, then what any model keeps."""
+"""Return the default policy of a model: what its family keeps in high precision, then what any model keeps."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
-    """The general policy, after the rules of the named families. Unknown names add no rules."""
+    """Return the general policy, after the rules of the named families. Unknown names add no rules."""
     kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
@@ -95,12 +95,12 @@ def extended(policy: Policy, families: Iterable[str], recipe: RecipeLike = "tens
 
 
 def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
-    """The default policy of ``model``: that of the families that its modules' classes come from."""
+    """Return the default policy of ``model``: that of the families that its modules' classes come from."""
     return policy_of(families_of(type(module) for module in model.modules()), recipe)
 
 
 def families_of(classes: Iterable[Any]) -> list[str]:
-    """The families of classes (or of their full names), each once."""
+    """Return the families of classes (or of their full names), each once."""
     names: dict[str, None] = {}
     for owner in dict.fromkeys(classes):
         name = owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"

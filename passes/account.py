@@ -37,7 +37,7 @@ _MODULES: Final = ("_modules[", "_parameters[", "_buffers[")  # in the name of a
 
 
 def has_other_products(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether a node may be such a product."""
+    """Return whether a node may be such a product."""
     attended = _attended(graph, compilation)
     return any(may_be_product(node) and node.target not in SITES and node not in attended for node in graph.nodes)
 
@@ -58,7 +58,7 @@ def account(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _attended(graph: fx.Graph, compilation: Compilation) -> set[fx.Node]:
-    """The attentions that have rows: not those that backward runs again."""
+    """Return the attentions that have rows: not those that backward runs again."""
     if AttentionRecord not in compilation.others:
         return set()
     backward = backward_nodes(graph)
@@ -67,7 +67,7 @@ def _attended(graph: fx.Graph, compilation: Compilation) -> set[fx.Node]:
 
 
 def _is_stored(index: int, compilation: Compilation) -> bool:
-    """Whether a module holds the input: a parameter, a buffer, scales and codes beside them."""
+    """Return whether a module holds the input: a parameter, a buffer, scales and codes beside them."""
     facts = compilation.facts
     source = facts.sources[index] if index < len(facts.sources) else ""
     return index in facts.parameters or index in facts.buffers or any(part in source for part in _MODULES)

@@ -85,12 +85,12 @@ class Gradient(ExtraInput):
 
 
 def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the settings ask for it; a body of a higher-order op has no parameters."""
+    """Return whether the settings ask for it; a body of a higher-order op has no parameters."""
     return compilation.facts.settings.accumulate_wgrad and not compilation.facts.subgraph
 
 
 def wanted_gradients(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
-    """One for each parameter whose wgrad is quantized."""
+    """Return one for each parameter whose wgrad is quantized."""
     if not facts.settings.accumulate_wgrad or not facts.training:
         return 0
     return len({each.site.parameter for each in foreseen() if each.used("wgrad")} - {None})
@@ -145,7 +145,7 @@ def _moves(wgrad: fx.Node, parameter: fx.Node, compilation: Compilation) -> str:
 
 
 def _result_of(wgrad: fx.Node, output: fx.Node, results: Sequence[fx.Node | None]) -> int | str:
-    """The place of ``wgrad`` among the graph's results, behind casts and transpositions; else why there is none."""
+    """Get the place of ``wgrad`` among the graph's results, behind casts and transpositions; else why there is none."""
     node, transposed = wgrad, False
     while True:
         users = [user for user in node.users if user.users or user is output]
@@ -216,7 +216,7 @@ class _Buffer:
         return self.tensor is not self.main_grad
 
     def is_unused(self) -> bool:
-        """Whether nobody has it as a gradient, or memory of it."""
+        """Return whether nobody has it as a gradient, or memory of it."""
         return self.is_grad and autograd.uses(self, "tensor") == self.unused
 
     def set_aside(self, *, restored: bool) -> None:
@@ -227,7 +227,7 @@ class _Buffer:
             self.tensor.data.zero_()
 
     def take_out(self) -> Tensor:
-        """The numbers that one backward added."""
+        """Return the numbers that one backward added."""
         with torch.no_grad():
             added = self.tensor.clone()
         self.restore()
@@ -257,12 +257,14 @@ class MainGrads(Store):
         return why_not_accumulated(parameter, gathered=sharded is not None)
 
     def report(self) -> Mapping[str, Any]:
-        """The memory of the buffers, those that are ``main_grad`` not included, and the gradients left to autograd."""
+        """Return the memory of the buffers, those that are ``main_grad`` not included, and the gradients left to
+        autograd.
+        """
         held = sum(buffer.tensor.nbytes for buffer in self._buffers.values() if buffer.is_grad)
         return {"gradient_bytes": held, "refusals_of_calls": list(self._left)}
 
     def slot(self, extra_inputs: Sequence[Gradient], context: CallContext) -> Slot:
-        """The memory that a graph adds to."""
+        """Return the memory that a graph adds to."""
         positions = [gradient.parameter for gradient in extra_inputs]
         return _Added(
             tensors=[self.buffer(context.args[i]).memory for i in positions],
@@ -272,12 +274,12 @@ class MainGrads(Store):
         )
 
     def _is_known(self, parameter: Tensor) -> bool:
-        """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
+        """Return whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
         buffer = self._buffers.get(id(parameter))
         return buffer is not None and getattr(parameter, "main_grad", None) is buffer.main_grad
 
     def buffer(self, parameter: Tensor) -> _Buffer:
-        """The buffer of ``parameter``: its ``main_grad``, or one that becomes its ``.grad``."""
+        """Return the buffer of ``parameter``: its ``main_grad``, or one that becomes its ``.grad``."""
         buffer = self._buffers.get(id(parameter))
         if buffer is not None and self._is_known(parameter):
             same = buffer.tensor.shape == parameter.shape and buffer.tensor.device == parameter.device
@@ -338,7 +340,7 @@ class _Backward:
         self._end: Any = None  # the hook behind the compiled node
 
     def aliases(self) -> dict[int, Tensor]:
-        """The tensors that the graph gets for parameters, by place: of a node that can return their gradients."""
+        """Give the tensors that the graph gets for parameters, by place: of a node that can return their gradients."""
         if not self._through:
             return {}
         aliases = _Parameters.apply(self, *(self.parameters[place] for place in self._through))
@@ -346,7 +348,7 @@ class _Backward:
         return dict(zip(self._through, aliases, strict=True))
 
     def behind(self) -> Any:
-        """The node that the backward of the graph leads to: that of the aliases, or of a parameter. Asked once."""
+        """Give the node that the backward of the graph leads to: that of the aliases, or of a parameter. Asked once."""
         first, self._first = self._first, None  # it holds this object
         return autograd.accumulator(self.parameters[0]) if first is None else first.grad_fn
 
@@ -391,7 +393,7 @@ class _Backward:
         self._left.clear()
 
     def take(self) -> list[Tensor | None]:
-        """The gradients for autograd, None for the others."""
+        """Return the gradients for autograd, None for the others."""
         self.end()  # compiled autograd has called no hook behind the node
         return [self.returned.pop(place, None) for place in self._through]
 

@@ -49,7 +49,7 @@ def cast_in_tiles(graph: fx.Graph) -> None:
 
 
 def _check(node: fx.Node) -> tuple[str, list[fx.Node]] | None:
-    """The function and what it is computed from; None: Inductor's kernels quantize the tensor."""
+    """Return the function and what it is computed from; None: Inductor's kernels quantize the tensor."""
     quantized = QuantizeNode(node)
     arguments = quantized.arguments
     if quantized.kind.name not in ("block", "delayed") or not _is_plain(arguments):
@@ -63,12 +63,12 @@ def _check(node: fx.Node) -> tuple[str, list[fx.Node]] | None:
 
 
 def _is_only_reduced(amax: fx.Node | None) -> bool:
-    """Whether all that read the amaxes of a tensor are ops of ours, which take the largest of them."""
+    """Return whether all that read the amaxes of a tensor are ops of ours, which take the largest of them."""
     return amax is None or all(getattr(user.target, "namespace", "") == "fp8graph" for user in amax.users)
 
 
 def _is_plain(arguments: Arguments) -> bool:
-    """Whether both layouts have one given scale or 1x128 tiles, or the rowwise one square ones, without padding."""
+    """Say whether both layouts have one given scale or 1x128 tiles, or the rowwise one square ones, without padding."""
     plain = Arguments(
         *(arguments.x, arguments.dtype, arguments.power_2_scale, arguments.amax_epsilon),
         *(arguments.rowwise, arguments.columnwise),
@@ -93,7 +93,7 @@ def _is_plain(arguments: Arguments) -> bool:
 
 
 def _padding(arguments: Arguments) -> int | torch.SymInt:
-    """The number of elements that are added to the sizes of the results."""
+    """Return the number of elements that are added to the sizes of the results."""
     sizes = [value(part).shape for part in arguments.parts]
     whole = [*sizes[0]]
     whole[arguments.dim] = sum(size[arguments.dim] for size in sizes)
@@ -112,7 +112,7 @@ def _fits(part: fx.Node) -> bool:
 
 
 def _is_readable(node: fx.Node) -> bool:
-    """Whether a tensor lies in memory, and a program can load 16 bytes of a row at a time."""
+    """Return whether a tensor lies in memory, and a program can load 16 bytes of a row at a time."""
     x = value(node)
     step, one = x.stride()
     numbers = step, one, x.storage_offset()
@@ -130,7 +130,7 @@ def _is_readable(node: fx.Node) -> bool:
 
 
 def _inputs(arguments: Arguments) -> tuple[str, list[fx.Node]] | None:
-    """The function that computes the parts and its inputs; "" and the parts if they are not computed."""
+    """Return the function that computes the parts and its inputs; "" and the parts if they are not computed."""
     parts = arguments.parts
     fused = arguments.scaling == "delayed" or ([*arguments.block] == [1, SIZE] and arguments.power_2_scale)
     if fused and not inductor.rounds_between():
@@ -175,7 +175,7 @@ def _argument_of_sigmoid(node: fx.Node) -> fx.Node | None:
 
 
 def _is_slope(node: fx.Node, x: fx.Node, sigmoid: fx.Node) -> bool:
-    """Whether a node is ``x * (1 - sigmoid) + 1``."""
+    """Return whether a node is ``x * (1 - sigmoid) + 1``."""
     if node.target is not aten.add.Tensor or node.args[1] != 1 or node.kwargs:
         return False
     for first, rest in _factors(node.args[0]):
@@ -185,7 +185,7 @@ def _is_slope(node: fx.Node, x: fx.Node, sigmoid: fx.Node) -> bool:
 
 
 def _factors(node: object) -> Sequence[tuple[fx.Node, fx.Node]]:
-    """The factors of a product of two tensors of its shape, in both orders; nothing if it is none."""
+    """Return the factors of a product of two tensors of its shape, in both orders; nothing if it is none."""
     if not isinstance(node, fx.Node) or node.target is not aten.mul.Tensor:
         return ()
     a, b = node.args
@@ -197,7 +197,7 @@ def _factors(node: object) -> Sequence[tuple[fx.Node, fx.Node]]:
 
 
 def _converted(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """The operand of a conversion to ``dtype``."""
+    """Return the operand of a conversion to ``dtype``."""
     return cast(fx.Node, node.args[0]) if node.target is CONVERT and node.args[1] == dtype else None
 
 

@@ -57,7 +57,7 @@ class FpropOperand:
 
 
 def dequantizes(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some GEMM of backward reads what fprop multiplies."""
+    """Return whether some GEMM of backward reads what fprop multiplies."""
     return any(decision.dequantized for decision in compilation.decisions.values())
 
 
@@ -91,7 +91,7 @@ def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[OperandName, FpropOperand]]:
-    """The operands of each fprop in FP8, by the position of its site."""
+    """Return the operands of each fprop in FP8, by the position of its site."""
     by_site: dict[int, dict[OperandName, FpropOperand]] = {}
     for node in nodes(graph, (ops.scaled_mm, aten.mm.default, aten.bmm.default)):
         position, name = node.meta.get(GEMM_KEY, (0, ""))

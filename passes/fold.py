@@ -49,7 +49,7 @@ from fp8graph.numerics.formats import SCALE, SCALE_INV
 
 
 def has_stored_weights(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some weight arrives quantized."""
+    """Return whether some weight arrives quantized."""
     return any(nodes(graph, (ops.stored_weight,)))
 
 
@@ -93,7 +93,7 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
 def _as_read(
     weight: QuantizeNode, given: dict[str, Any], view: OperandView, *, scaled: bool
 ) -> dict[str, fx.Node | None]:
-    """The outputs of the quantize node ``weight`` by name: the stored tensors, or copies, transposed or padded.
+    """Return the outputs of the quantize node ``weight`` by name: the stored tensors, or copies, transposed or padded.
 
     ``scaled``: with its scales, else with scales of 1.
     """

@@ -55,7 +55,7 @@ _GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 
 def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the settings ask for it."""
+    """Return whether the settings ask for it."""
     return compilation.facts.settings.fuses_linears
 
 
@@ -131,7 +131,7 @@ def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
 
 
 def _operand(side: str) -> tuple[str, ...]:
-    """The arguments of a scaled matmul that are one operand."""
+    """Return the arguments of a scaled matmul that are one operand."""
     return side, f"scale_inv_{side}", f"global_scale_inv_{side}"
 
 
@@ -165,12 +165,12 @@ class FusableSite:
         return value_key(QuantizeNode(source).arguments.x) if source.target is ops.quantize else source
 
     def quantized(self) -> dict[tuple[GemmName, str], fx.Node]:
-        """The quantize nodes of the weight and of the gradient, by where they are used."""
+        """Return the quantize nodes of the weight and of the gradient, by where they are used."""
         return {(gemm, side): _source(node, side) for gemm, node in self.gemms.items() for side in _OWN[gemm]}
 
 
 def _source(gemm: fx.Node, side: str) -> fx.Node:
-    """The node whose output is operand "a" or "b" of a scaled matmul; what is no output, itself."""
+    """Return the node whose output is operand "a" or "b" of a scaled matmul; what is no output, itself."""
     operand = named_arguments(gemm)[side]
     return operand.all_input_nodes[0] if operand.target is getitem else operand
 
@@ -212,7 +212,9 @@ def _is_part_of_subclass(weight: fx.Node) -> bool:
 
 
 def fusion_key(linear: FusableSite) -> dict[str, Any]:
-    """A key equal for linears that can be fused: module, input, and how each operand is quantized and multiplied."""
+    """Return a key equal for linears that can be fused: module, input, and how each operand is quantized and
+    multiplied.
+    """
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
         recipes = {row.recipe for row in q.meta.get(USES_KEY, [])}
@@ -247,7 +249,7 @@ def fusion_key(linear: FusableSite) -> dict[str, Any]:
 
 
 def why_not_fused(linear: FusableSite, siblings: Sequence[FusableSite]) -> str:
-    """The reason why a linear is not fused with the others that read its input."""
+    """Return the reason why a linear is not fused with the others that read its input."""
     own = fusion_key(linear)
     for other in siblings:
         if other is not linear and not other.refusal:

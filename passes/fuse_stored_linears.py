@@ -44,7 +44,7 @@ _SAME: Final = (aten.detach.default, aten.alias.default)  # a library reads para
 
 
 def may_be_joined(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether linears are to be fused, and some weight is multiplied as it arrives."""
+    """Return whether linears are to be fused, and some weight is multiplied as it arrives."""
     decisions = compilation.decisions.values()
     return compilation.facts.settings.fuses_linears and any(decision.stored is not None for decision in decisions)
 
@@ -122,7 +122,7 @@ def _join(graph: fx.Graph, fprops: Sequence[fx.Node]) -> None:
 
 
 def _fprops_of_stored(graph: fx.Graph, compilation: Compilation) -> list[fx.Node]:
-    """The native fprops that multiply a weight as it arrives."""
+    """Return the native fprops that multiply a weight as it arrives."""
     fprops: list[fx.Node] = []
     for node in nodes(graph, (ops.scaled_mm,)):
         site, gemm = _site(node, compilation), node.meta[GEMM_KEY][1]
@@ -132,7 +132,7 @@ def _fprops_of_stored(graph: fx.Graph, compilation: Compilation) -> list[fx.Node
 
 
 def _itself(tensor: fx.Node) -> fx.Node:
-    """The tensor of which ``tensor`` is another name."""
+    """Return the tensor of which ``tensor`` is another name."""
     while tensor.target in _SAME:
         (tensor,) = tensor.all_input_nodes
     return tensor
@@ -143,19 +143,19 @@ def _site(fprop: fx.Node, compilation: Compilation) -> Site:
 
 
 def _is_on_the_right(site: Site) -> bool:
-    """Whether the program multiplies by the weight, not the weight by its input."""
+    """Return whether the program multiplies by the weight, not the weight by its input."""
     return site.gemms[0].a.operand == "input"
 
 
 def _input(fprop: fx.Node, side: str) -> fx.Node:
-    """The tensor that is quantized for a GEMM as its operand ``side``."""
+    """Return the tensor that is quantized for a GEMM as its operand ``side``."""
     operand = named_arguments(fprop)[side]
     quantized = operand.all_input_nodes[0] if operand.target is getitem else operand
     return QuantizeNode(quantized).arguments.x if quantized.target is ops.quantize else quantized
 
 
 def _why_not_by_itself(fprop: fx.Node, compilation: Compilation) -> str:
-    """The reason why a linear is multiplied by itself, whatever its siblings; "" if it may be joined."""
+    """Return the reason why a linear is multiplied by itself, whatever its siblings; "" if it may be joined."""
     facts, given = compilation.facts, named_arguments(fprop)
     inputs = dict(graph_inputs(fprop.graph))
     if facts.training:

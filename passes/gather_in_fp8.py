@@ -57,7 +57,7 @@ _SETTINGS: Final = frozenset({"scaling", "block"})
 
 
 def gathers(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether something is gathered from other ranks."""
+    """Return whether something is gathered from other ranks."""
     return any(nodes(graph, (collectives.ALL_GATHER,)))
 
 
@@ -130,7 +130,7 @@ def _bytes_of_gather(gathered: fx.Node) -> int:
 
 
 def _bytes_after(quantized: QuantizeNode, path: Path) -> int:
-    """The bytes that are sent after the rewrite: data, scales, and the all-reduce of the amax."""
+    """Return the bytes that are sent after the rewrite: data, scales, and the all-reduce of the amax."""
     ranks, kind = cast(int, path.gathered.args[1]), quantized.kind
     if kind.one_scale:
         data = size_hint(value(path.gathered).numel())
@@ -175,7 +175,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
 
 
 def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node]:
-    """The outputs of a quantize node of the shard, [rows, columns], by name."""
+    """Return the outputs of a quantize node of the shard, [rows, columns], by name."""
     x = cast_rows(path.shard, path.casts, emit)
     quantized = QuantizeNode(node)
     arguments = dataclasses.replace(quantized.arguments, x=x)
@@ -199,7 +199,7 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
 def _gathered(
     node: fx.Node, made: Mapping[str, fx.Node], collect: Callable[..., fx.Node], emit: Emit
 ) -> dict[str, fx.Node]:
-    """The outputs of ``node``, gathered from those of its shard."""
+    """Return the outputs of ``node``, gathered from those of its shard."""
     results: dict[str, fx.Node] = {}
     for name, x in made.items():
         if name == "scale_inv":

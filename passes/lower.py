@@ -42,7 +42,7 @@ def lower_for_torch_alone(graph: fx.Graph) -> None:
 
 
 def is_rewritten(graph: fx.Graph) -> bool:
-    """Whether fp8graph has changed a graph: another one is left to Inductor as it is."""
+    """Return whether fp8graph has changed a graph: another one is left to Inductor as it is."""
     return any(PASS_KEY in node.meta for node in graph.nodes)
 
 
@@ -100,7 +100,7 @@ def _holds_few_integers(node: fx.Node) -> bool:
 
 
 def _merged(argument: Any) -> Any:
-    """An argument of a node as a key: 1, 1.0 and True are three."""
+    """Return an argument of a node as a key: 1, 1.0 and True are three."""
     if isinstance(argument, (list, tuple)):
         return tuple(map(_merged, cast(Sequence[Any], argument)))
     return argument if isinstance(argument, fx.Node) else (type(argument), str(argument))

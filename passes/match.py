@@ -136,7 +136,9 @@ def _weight(site: Site) -> fx.Node:
 
 
 def _why_no_linear(node: fx.Node, in_body: bool) -> str:
-    """The reason why a matmul that may have been written as a linear is not known as one; "" if nothing hides that."""
+    """Return the reason why a matmul that may have been written as a linear is not known as one; "" if nothing hides
+    that.
+    """
     if library := takes_gradient(node):
         return f"it computes a gradient that {library} takes inside the graph"
     if in_body:
@@ -247,7 +249,9 @@ class Heads:
         self._embeddings = {table for table in tables if table in parameters}
 
     def why(self, matmul: fx.Node, weight: fx.Node) -> str:
-        """The reason why the linear ``matmul`` by ``weight`` is an output head; "" if nothing says that it is one."""
+        """Return the reason why the linear ``matmul`` by ``weight`` is an output head; "" if nothing says that it is
+        one.
+        """
         weight = _source(weight)
         if weight not in self._parameters or not self._embeddings:
             return LOSS if self._reaches(matmul, loss=True) else ""
@@ -259,11 +263,11 @@ class Heads:
         return LOGITS if alike and self._reaches(matmul, loss=False) and not self._goes_on(matmul) else ""
 
     def _reaches(self, node: fx.Node, *, loss: bool) -> bool:
-        """Whether the loss, or else the graph's result, comes right behind ``node``."""
+        """Return whether the loss, or else the graph's result, comes right behind ``node``."""
         return any(_is_of(reader, _LOSSES) if loss else reader.op == "output" for reader in self._right_behind(node))
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Whether forward multiplies, or attends to, what it computes from ``node``."""
+        """Return whether forward multiplies, or attends to, what it computes from ``node``."""
         reach, waiting = {node}, [node]
         while waiting:
             for reader in waiting.pop().users:
@@ -276,7 +280,7 @@ class Heads:
         return False
 
     def _right_behind(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The forward nodes that read ``node``, directly or through what keeps logits logits."""
+        """Yield the forward nodes that read ``node``, directly or through what keeps logits logits."""
         reach, waiting = {node}, [node]
         while waiting:
             for reader in waiting.pop().users:
@@ -299,20 +303,20 @@ class Heads:
 
 
 def _is_of(node: fx.Node, ops: Collection[str]) -> bool:
-    """Whether ``node`` is one of ``ops`` or a part of one: Inductor's decompositions take log_softmax apart."""
+    """Return whether ``node`` is one of ``ops`` or a part of one: Inductor's decompositions take log_softmax apart."""
     op = node.meta.get("original_aten") or node.target
     return str(op).rpartition(".")[0] in ops
 
 
 def _ends_logits(node: fx.Node) -> bool:
-    """Whether ``node`` is a loss, probabilities, or integers: tokens that were chosen."""
+    """Return whether ``node`` is a loss, probabilities, or integers: tokens that were chosen."""
     val = node.meta.get("val")
     is_number = not isinstance(val, torch.Tensor) or val.dtype.is_floating_point or val.dtype.is_complex
     return not is_number or _is_of(node, (*_LOSSES, *_PROBABILITIES))
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The graph input that ``node`` is computed from, or the node with several inputs before it."""
+    """Return the graph input that ``node`` is computed from, or the node with several inputs before it."""
     while len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return node

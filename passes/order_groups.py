@@ -24,7 +24,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 
 
 def has_groups(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some grouped GEMM multiplies in low precision, by a kernel of the device's library."""
+    """Return whether some grouped GEMM multiplies in low precision, by a kernel of the device's library."""
     return not compilation.facts.settings.batch_invariant and any(nodes(graph, (ops.scaled_grouped_mm,)))
 
 
@@ -48,7 +48,9 @@ def order_groups(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _sides(quantized: QuantizeNode, layout: str, compilation: Compilation) -> tuple[str, list[tuple[fx.Node, str]]]:
-    """The order that all readers of the scales of a layout want, "" if there is none, and the readers with the side."""
+    """Return the order that all readers of the scales of a layout want, "" if there is none, and the readers with the
+    side.
+    """
     scales = quantized.outputs.get(f"{layout}_scale_inv")
     readers: list[tuple[fx.Node, str]] = []
     orders: set[str] = set()

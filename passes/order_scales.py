@@ -32,7 +32,7 @@ from fp8graph.recipes import Layout
 
 
 def has_tiles(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some tensor has a scale per tile."""
+    """Return whether some tensor has a scale per tile."""
     return any(QuantizeNode(node).kind.tiled for node in nodes(graph, (ops.quantize,)))
 
 
@@ -48,7 +48,7 @@ def order_scales(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _order(quantized: QuantizeNode, layout: Layout, compilation: Compilation) -> str:
-    """The order that the GEMMs want which read the scales of a layout; "" if there is none."""
+    """Return the order that the GEMMs want which read the scales of a layout; "" if there is none."""
     scales = quantized.outputs.get(f"{layout}_scale_inv")
     orders: set[str] = set()
     for user in scales.users if scales is not None else ():
@@ -64,14 +64,14 @@ def _is_slice(node: fx.Node) -> bool:
 
 
 def _are_blocks(part: fx.Node, quantized: QuantizeNode) -> bool:
-    """Whether a slice of scales begins and ends with whole blocks, and its readers know the rows of their part."""
+    """Give whether a slice of scales begins and ends with whole blocks, and its readers know the rows of their part."""
     if any(user.target not in (ops.scaled_mm, ops.dequantize) for user in part.users):
         return False
     return all(isinstance(bound, int) and bound % _rows_of_block(quantized) == 0 for bound in part.args[2:])
 
 
 def _rows_of_block(quantized: QuantizeNode) -> int:
-    """The rows of tiles in a block."""
+    """Return the rows of tiles in a block."""
     return max(ROWS // quantized.arguments.block[0], 1)
 
 

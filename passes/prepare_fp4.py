@@ -29,7 +29,7 @@ from fp8graph.ir.transforms import hadamard_matrix
 
 
 def rotates_or_draws(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some tensor is transformed or rounded stochastically before it is quantized."""
+    """Return whether some tensor is transformed or rounded stochastically before it is quantized."""
     return any({"rotation", "stochastic"} & node.kwargs.keys() for node in nodes(graph, (ops.quantize,)))
 
 

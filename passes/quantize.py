@@ -129,12 +129,12 @@ def _grouped(
 
 
 def _of_groups(view: OperandView, node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments of a quantize node that say that its operand is one of a grouped matmul."""
+    """Return the keyword arguments of a quantize node that say that its operand is one of a grouped matmul."""
     return {"per_matrix": True} if value(view.tensor).ndim == 3 else {"offs": node.args[2]}
 
 
 def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
-    """The keyword arguments of a scaled matmul, without those that equal their defaults."""
+    """Return the keyword arguments of a scaled matmul, without those that equal their defaults."""
     settings: dict[str, Any] = {}
     if a.quantizer.scaling != Quantizer.scaling:
         settings["scaling"] = a.quantizer.scaling
@@ -179,7 +179,7 @@ def _dequantized(operand: QuantizedOperand, dtype: torch.dtype, emit: Emit) -> f
 
 
 def _bias_fits(gemm: Gemm) -> bool:
-    """Whether cuBLAS can add the bias: a [n] vector of the result's own 16-bit dtype, unscaled."""
+    """Return whether cuBLAS can add the bias: a [n] vector of the result's own 16-bit dtype, unscaled."""
     if gemm.bias is None or gemm.node.kwargs:  # kwargs: alpha, beta
         return False
     bias, out = value(gemm.bias), value(gemm.node)
@@ -264,7 +264,7 @@ def quantize_operand(
 
 
 def _is_an_input(node: fx.Node) -> bool:
-    """Whether the numbers of ``node`` are those of a graph input: it is one, behind views and casts."""
+    """Return whether the numbers of ``node`` are those of a graph input: it is one, behind views and casts."""
     while is_view(node) or node.target in CASTS:
         node = node.all_input_nodes[0]
     return node.op == "placeholder"

@@ -56,7 +56,7 @@ _SAME: Final = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 
 def has_fp8_inputs(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the graph takes FP8 tensors: the weights of a checkpoint."""
+    """Return whether the graph takes FP8 tensors: the weights of a checkpoint."""
     return any(map(_is_fp8, graph.find_nodes(op="placeholder")))
 
 
@@ -109,7 +109,7 @@ def _is_fp8(node: fx.Node) -> bool:
 
 
 def _reads_fp8(argument: fx.Node) -> bool:
-    """Whether ``argument`` is computed from an FP8 input, and not by a matmul or from a weight that is known."""
+    """Return whether ``argument`` is computed from an FP8 input, and not by a matmul or from a weight that is known."""
     pending, seen, reads = [argument], set[fx.Node](), False
     while pending:
         node = pending.pop()
@@ -123,7 +123,7 @@ def _reads_fp8(argument: fx.Node) -> bool:
 
 
 def _weight(product: _Product, argument: fx.Node, weights: dict[Any, fx.Node]) -> fx.Node:
-    """The node that takes the place of ``argument``."""
+    """Return the node that takes the place of ``argument``."""
     key = product.data, product.scale, value(argument).dtype
     emit = functools.partial(inserted, like=argument)
     if key not in weights:
@@ -146,7 +146,7 @@ def _weight(product: _Product, argument: fx.Node, weights: dict[Any, fx.Node]) -
 
 
 def _product(argument: fx.Node) -> _Product | str:
-    """The two factors of the weight ``argument``, or the reason why it is not understood."""
+    """Return the two factors of the weight ``argument``, or the reason why it is not understood."""
     if any(static_size(size) is None for size in value(argument).shape):
         return "its size is dynamic"
     parts = _followed(argument)
@@ -180,7 +180,7 @@ def _product(argument: fx.Node) -> _Product | str:
 
 
 def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
-    """The inputs that ``node`` is the product of, each with the place of its elements, or why it is no product."""
+    """Give the inputs that ``node`` is the product of, each with the place of its elements, or why it is no product."""
     if node.op == "placeholder":
         return [(node, stored([int(size) for size in value(node).shape]))]
     if node.op != "call_function" or not node.args:
@@ -209,7 +209,7 @@ def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
 
 
 def stored(shape: Sequence[int]) -> Dims:
-    """A contiguous tensor as it is stored."""
+    """Return a contiguous tensor as it is stored."""
     dims: Dims = []
     stride = 1
     for size in reversed(shape):
@@ -288,7 +288,8 @@ class Tile:
 
 
 def tile_of(scale: Dims) -> Tile | None:
-    """The tiles of a weight [N, K] whose element (i, j) has the scale at ``scale`` in a contiguous tensor of scales.
+    """Return the tiles of a weight [N, K] whose element (i, j) has the scale at ``scale`` in a contiguous tensor of
+    scales.
 
     None if they are no grid of equal tiles, stored row by row.
     """
@@ -305,7 +306,7 @@ def tile_of(scale: Dims) -> Tile | None:
 
 
 def is_row_major(data: Dims) -> bool:
-    """Whether a tensor is the stored one, element by element."""
+    """Return whether a tensor is the stored one, element by element."""
     merged = [_merged(factors) for factors in data]
     stride = 1
     for factors in reversed(merged):

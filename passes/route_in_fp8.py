@@ -59,7 +59,7 @@ _MOVES: Final = (collectives.ALL_TO_ALL, aten.index.Tensor, aten.index_select.de
 
 
 def moves_rows(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether rows are moved in this graph at all."""
+    """Return whether rows are moved in this graph at all."""
     return any(nodes(graph, _MOVES))
 
 
@@ -85,13 +85,13 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _copies(moves: Moves, node: fx.Node) -> bool:
-    """Whether rows are copied, and not only chosen or put into another order."""
+    """Return whether rows are copied, and not only chosen or put into another order."""
     rows, rows_after = value(moves.source).shape[:-1], value(QuantizeNode(node).arguments.x).shape[0]
     return size_hint(rows_after) > size_hint(math.prod(rows))
 
 
 def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:
-    """The reason why the rows cannot be quantized before they are moved; None if they can."""
+    """Return the reason why the rows cannot be quantized before they are moved; None if they can."""
     arguments, kind = quantized.arguments, quantized.kind
     if unknown := set(quantized.node.kwargs) - _SETTINGS:
         return f"quantized with {', '.join(sorted(unknown))}"
@@ -176,7 +176,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
 
 
 def _quantized_source(node: fx.Node, moves: Moves, emit: Emit) -> dict[str, fx.Node]:
-    """The rowwise outputs of a quantize node of the tokens, [tokens, columns], by name."""
+    """Return the rowwise outputs of a quantize node of the tokens, [tokens, columns], by name."""
     x = cast_rows(moves.source, moves.casts, emit)
     args, kwargs = call(dataclasses.replace(QuantizeNode(node).arguments, x=x, columnwise=[], offs=None))
     made = _like(node, emit(ops.quantize, *args, name=node.name, **kwargs))
@@ -200,16 +200,16 @@ class Moves:
     nodes: frozenset[fx.Node]  # all of them
 
     def other_readers(self, reader: fx.Node) -> list[fx.Node]:
-        """The nodes, except ``reader``, that read numbers of the tensor or of anything on the way."""
+        """Return the nodes, except ``reader``, that read numbers of the tensor or of anything on the way."""
         return [user for user in self._users() if user is not reader and user not in self.size_readers()]
 
     def size_readers(self) -> list[fx.Node]:
-        """The nodes that read only how many rows there are."""
+        """Return the nodes that read only how many rows there are."""
         readers = (user for user in self._users() if user.target is aten.sym_size.int)
         return [user for user in readers if cast(int, user.args[1]) < value(cast(fx.Node, user.args[0])).ndim - 1]
 
     def step_of(self, node: fx.Node) -> fx.Node:
-        """The step whose result ``node``, on the way, is, perhaps cast; or the source."""
+        """Return the step whose result ``node``, on the way, is, perhaps cast; or the source."""
         while node not in self.steps and node is not self.source:
             node = cast(fx.Node, node.args[0])
         return node
@@ -219,7 +219,7 @@ class Moves:
 
 
 def moves_of(tensor: fx.Node) -> Moves | None:
-    """The moves that lead to ``tensor``, as far back as rows stay together; None if no row is moved."""
+    """Return the moves that lead to ``tensor``, as far back as rows stay together; None if no row is moved."""
     walked: list[fx.Node] = []
     node = tensor
     while node.op == "call_function" and (node.target is CONVERT or _moves(node) or keeps_rows(node)):
@@ -240,7 +240,7 @@ def moves_of(tensor: fx.Node) -> Moves | None:
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether ``node`` takes whole rows of its first argument to other places, or to other ranks."""
+    """Return whether ``node`` takes whole rows of its first argument to other places, or to other ranks."""
     if node.target is collectives.ALL_TO_ALL:
         return value(node).ndim > 1
     if node.target is collectives.WAIT:

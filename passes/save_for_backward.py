@@ -79,7 +79,7 @@ _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.defa
 
 
 def has_backward(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether backward is in this graph."""
+    """Return whether backward is in this graph."""
     return any(map(is_backward, graph.nodes))
 
 
@@ -117,12 +117,12 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _is_large(quantized: QuantizeNode) -> bool:
-    """Whether casting it takes longer than a launch."""
+    """Return whether casting it takes longer than a launch."""
     return sum(size_hint(value(part).numel()) for part in quantized.arguments.parts) >= LARGE
 
 
 def _chains(quantized: QuantizeNode, parameters: Container[fx.Node]) -> list[list[fx.Node]]:
-    """The parameters that a weight is quantized from, each with its views, casts and decoding.
+    """Return the parameters that a weight is quantized from, each with its views, casts and decoding.
 
     Empty if it is computed in another way, or arrives computed: the result would be kept in the place of its copy.
     """
@@ -138,7 +138,7 @@ def _chains(quantized: QuantizeNode, parameters: Container[fx.Node]) -> list[lis
 
 
 def _decoding(quantized: QuantizeNode) -> list[fx.Node]:
-    """The nodes that decode a weight from inputs of the graph, one of which is a matrix of integers: its codes.
+    """Return the nodes that decode a weight from inputs of the graph, one of which is a matrix of integers: its codes.
 
     They are there in backward anyway, and a copy of the weight is not. Empty for other weights.
     """
@@ -171,7 +171,7 @@ def _computed_again(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
 
 
 def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
-    """The reason why copies are kept for backward ("": there are none); None if backward makes them again.
+    """Return the reason why copies are kept for backward ("": there are none); None if backward makes them again.
 
     ``decoded_anew``: backward also makes a rowwise copy that it decodes.
     """
@@ -214,7 +214,7 @@ def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _decoded(quantized: QuantizeNode) -> list[fx.Node]:
-    """The nodes of backward that read the rowwise copy: they decode it."""
+    """Return the nodes of backward that read the rowwise copy: they decode it."""
     return [user for user in quantized.outputs["rowwise"].users if is_backward(user)]
 
 
@@ -261,7 +261,9 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, chains: Sequence[Sequence[fx
 
 
 def _is_read_by_backward(function: Sequence[fx.Node], gemms: Collection[fx.Node]) -> bool:
-    """Whether backward reads all inputs of an activation function, and can compute it again without more traffic."""
+    """Return whether backward reads all inputs of an activation function, and can compute it again without more
+    traffic.
+    """
     inputs = [node for node in function if node in gemms]
     return all(any(map(is_backward, readers(x))) for x in inputs)
 
@@ -318,7 +320,7 @@ def _output(graph: fx.Graph, quantized: QuantizeNode, name: str) -> fx.Node:
 
 
 def activation_functions(gemms: Collection[fx.Node]) -> list[tuple[list[fx.Node], str]]:
-    """The elementwise functions of GEMM results, as ``(nodes, refusal)``: their nodes, inputs first.
+    """Return the elementwise functions of GEMM results, as ``(nodes, refusal)``: their nodes, inputs first.
 
     The refusal is "" if all values of a function go into quantize nodes and all its inputs are GEMM results.
     """

@@ -69,7 +69,7 @@ def argument_of_exponential(divisor: fx.Node) -> fx.Node | None:
 
 
 def _denominator(quotient: fx.Node) -> list[fx.Node]:
-    """The nodes of ``exp(-x) + 1``, for the report: the sigmoid computes them."""
+    """Return the nodes of ``exp(-x) + 1``, for the report: the sigmoid computes them."""
     (total,) = quotient.args[1:]
     (exponential,) = cast(fx.Node, total).all_input_nodes
     return [*exponential.all_input_nodes, exponential, cast(fx.Node, total)]

@@ -54,12 +54,12 @@ class Split:
 
 
 def multiplies_codes(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some op of the graph is one that decodes a weight and multiplies by it."""
+    """Return whether some op of the graph is one that decodes a weight and multiplies by it."""
     return any(str(node.target) == _PRODUCT for node in graph.nodes)
 
 
 def is_split(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether an op was split."""
+    """Return whether an op was split."""
     return bool(compilation.results(Split))
 
 
@@ -99,7 +99,7 @@ def join_decoding(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _why_whole(split: Split, decision: Decision) -> str | None:
-    """The reason why an op that was split is put together again; None: it stays split."""
+    """Return the reason why an op that was split is put together again; None: it stays split."""
     if decision.recipe is None:  # an obstacle to a rule of the user's is an error, with a row as any linear has
         return None if decision.required and not decision.by_profitability else decision.reason
     rows = value(split.matmul).shape[:-1]
@@ -150,7 +150,7 @@ def _as_matrix(x: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _as(matrix: fx.Node, x: fx.Node, node: fx.Node) -> fx.Node:
-    """The result of a matmul with the rows of ``x``, in the dims of ``x``."""
+    """Return the result of a matmul with the rows of ``x``, in the dims of ``x``."""
     if value(x).ndim == 2:
         return matrix
     sizes = [
@@ -164,7 +164,7 @@ _CONTIGUOUS: Final[dict[str, Any]] = {"memory_format": torch.contiguous_format}
 
 
 def _decoded(graph: fx.Graph, node: fx.Node, given: dict[str, Any], again: fx.Node | None) -> fx.Node:
-    """The weight [n, k] in the dtype of x, rounded first as backward does, if that decodes it to another dtype."""
+    """Give the weight [n, k] in the dtype of x, rounded first as backward does, if that decodes it to another dtype."""
     library, dtype = torch.ops.bitsandbytes, value(given["A"]).dtype
     made: list[fx.Node] = []
 
@@ -188,7 +188,7 @@ def _decoded(graph: fx.Graph, node: fx.Node, given: dict[str, Any], again: fx.No
 
 
 def _decoded_again(node: fx.Node, given: dict[str, Any]) -> list[fx.Node]:
-    """The weights, in the dtype of x, that the graph decodes after ``node`` from the same codes and absmaxes."""
+    """Return the weights, in the dtype of x, that the graph decodes after ``node`` from the same codes and absmaxes."""
     dtype, weights = value(given["A"]).dtype, list[fx.Node]()
     names = ("absmax", "absmax_8bit", "absmax_code", "absmax_offset")
     absmaxes = {x for name in names if given[name] is not None for x in _inputs(given[name])}
@@ -207,7 +207,7 @@ _SAME: Final = (("blocksize", "blocksize"), ("quant_type", "quant_type"), ("shap
 
 
 def _batched(weight: fx.Node) -> Iterator[fx.Node]:
-    """The batched matmuls by ``weight``, the same for each matrix: so torch multiplies a gradient with gaps."""
+    """Yield the batched matmuls by ``weight``, the same for each matrix: so torch multiplies a gradient with gaps."""
     for user in weight.users:
         if user.target in (aten.expand.default, aten.view.default):
             yield from _batched(user)
@@ -216,7 +216,7 @@ def _batched(weight: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """The inputs of the graph that ``node`` is computed from."""
+    """Return the inputs of the graph that ``node`` is computed from."""
     pending, inputs = [node], set[fx.Node]()
     while pending:
         first = pending.pop()

@@ -27,7 +27,7 @@ _BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
 
 def has_hidden_matmuls(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some op of the graph is one of that library."""
+    """Return whether some op of the graph is one of that library."""
     return any(str(node.target) in (_FORWARD, _BACKWARD) for node in graph.nodes)
 
 

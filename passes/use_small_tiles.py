@@ -38,13 +38,13 @@ _SCALED: Final = "its scales multiply an FP32 result, for smaller tiles"
 
 
 def may_use_small_tiles(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some GEMM of the device has a form with smaller tiles."""
+    """Return whether some GEMM of the device has a form with smaller tiles."""
     invariant = compilation.facts.settings.batch_invariant
     return not invariant and any(_most_rows(node, compilation) for node in nodes(graph, (ops.scaled_mm,)))
 
 
 def wanted_repeats(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
-    """One for each weight, or those that are multiplied as one, in a GEMM of few rows."""
+    """Return one for each weight, or those that are multiplied as one, in a GEMM of few rows."""
     if facts.training or not facts.keeps_weights or facts.settings.batch_invariant:
         return 0
     weights: set[Any] = set()
@@ -79,7 +79,9 @@ def use_small_tiles(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _most_rows(gemm: fx.Node, compilation: Compilation) -> int:
-    """The number of rows up to which a GEMM has smaller tiles in another form; 0: it has none, or is not to have it."""
+    """Return the number of rows up to which a GEMM has smaller tiles in another form; 0: it has none, or is not to have
+    it.
+    """
     given = named_arguments(gemm)
     kind = SCALINGS[given["scaling"]]
     if kind.tiled:
@@ -92,7 +94,7 @@ def _most_rows(gemm: fx.Node, compilation: Compilation) -> int:
 def _why_not(
     gemm: fx.Node, rows: int | torch.SymInt, most: int, compilation: Compilation, kept: Mapping[fx.Node, int] | None
 ) -> str | None:
-    """The reason why a GEMM keeps its form. ``kept``: the inputs whose scales may be repeated once."""
+    """Return the reason why a GEMM keeps its form. ``kept``: the inputs whose scales may be repeated once."""
     given, facts = named_arguments(gemm), compilation.facts
     if not known_at_most(rows, most):
         return (

@@ -284,6 +284,20 @@ def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
     assert [(str(file), found) for file, text in texts.items() for found in opening.findall(text)] == []
 
 
+def test_a_function_of_the_product_is_described_from_a_verb_on() -> None:
+    """Properties, and what a ``with`` statement holds, are described as what they are."""
+    things = re.compile(r"(?:The|A|An|Whether|One|All(?!-)|Each|Every|Those|That|Both)\b")
+    as_nouns = re.compile(r"(?:.*\.)?(?:property|cached_property|contextmanager)\b")
+    texts: list[str] = []
+    for name, file in MODULES.items():
+        for function in ast.walk(parsed(file)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(function)):
+                is_noun = any(as_nouns.match(ast.unparse(decorator)) for decorator in function.decorator_list)
+                if things.match(text) and not is_noun:
+                    texts.append(f"{name}.{function.name}: {text.splitlines()[0]}")
+    assert texts == []
+
+
 def test_a_test_is_named_by_subject_and_expectation() -> None:
     """Its name is what a reader of a failure sees first: it does not begin with a question word, or with "it"."""
     function = re.compile(r"^ *def (test_(?:what|how|why|it)_\w*)", re.MULTILINE)

@@ -56,12 +56,12 @@ class Path:
         return value(self.shard).ndim == 2 and all(node.target in _COPIES for node in self.steps)
 
     def other_readers(self, reader: fx.Node) -> list[fx.Node]:
-        """The nodes, except ``reader``, that read the tensor or anything on its path."""
+        """Return the nodes, except ``reader``, that read the tensor or anything on its path."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes and user is not reader]
 
 
 def path_of(tensor: fx.Node) -> Path | None:
-    """The path from an all-gather to ``tensor``; None if there is none, or if there are other ops on it."""
+    """Return the path from an all-gather to ``tensor``; None if there is none, or if there are other ops on it."""
     steps: list[fx.Node] = []
     casts: list[torch.dtype] = []
     on_path: list[fx.Node] = []
@@ -95,7 +95,7 @@ def path_of(tensor: fx.Node) -> Path | None:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether ``node`` is a view of all of its first argument in the same shape, as DTensor leaves them."""
+    """Return whether ``node`` is a view of all of its first argument in the same shape, as DTensor leaves them."""
     return node.target in (*SAME_VALUES, aten.slice.Tensor) and _keeps_shape(node)
 
 
@@ -105,7 +105,9 @@ def _keeps_shape(node: fx.Node) -> bool:
 
 
 def keeps_rows(node: fx.Node) -> bool:
-    """Whether ``node`` is a view or copy of its first argument in which all numbers of the last dim stay together."""
+    """Return whether ``node`` is a view or copy of its first argument in which all numbers of the last dim stay
+    together.
+    """
     if node.target in _COPIES:
         return True
     if node.target in SAME_VALUES:
@@ -119,7 +121,9 @@ def keeps_rows(node: fx.Node) -> bool:
 
 
 def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
-    """The parts that ``cat`` joins, if they are all parts of one split, in order; neither op is along the last dim."""
+    """Return the parts that ``cat`` joins, if they are all parts of one split, in order; neither op is along the last
+    dim.
+    """
     parts = cast("list[fx.Node]", node.args[0])
     splits = {cast(fx.Node, part.args[0]) for part in parts if part.target is getitem}
     if len(splits) != 1 or any(part.target is not getitem for part in parts):
@@ -164,13 +168,13 @@ def cast_rows(x: fx.Node, casts: Sequence[torch.dtype], emit: Emit) -> fx.Node:
 
 
 def row_sizes(tensor: fx.Node, emit: Emit) -> list[Any]:
-    """The sizes of ``tensor`` but the last, as arguments of nodes."""
+    """Return the sizes of ``tensor`` but the last, as arguments of nodes."""
     sizes = value(tensor).shape[:-1]
     return [s if isinstance(s, int) else emit(aten.sym_size.int, tensor, dim) for dim, s in enumerate(sizes)]
 
 
 def scale_may_differ(node: fx.Node, group: Any, compilation: Compilation) -> bool:
-    """Whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
+    """Return whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
     use: Use = node.meta[USES_KEY][0]
     begins = use.recipe.starts_from_own_amax and compilation.facts.decisions.condition(InitialScales) is not None
     if begins and not use.is_weight:  # that is whole where its amax is taken, before the call

@@ -73,14 +73,15 @@ class Whole:
 
 
 def is_low(dtype: torch.dtype) -> bool:
-    """Whether numbers of ``dtype`` have eight bits or fewer: FP8, FP4, int8, or packed into bytes."""
+    """Return whether numbers of ``dtype`` have eight bits or fewer: FP8, FP4, int8, or packed into bytes."""
     return dtype in _LOW or (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def sites_of(
     products: Sequence[Product], weights: Collection[fx.Node], parameters: Mapping[fx.Node, Parameter]
 ) -> dict[fx.Node, Site]:
-    """The named site of each product of a graph; a backward product has that of the forward one with its ``seq_nr``.
+    """Return the named site of each product of a graph; a backward product has that of the forward one with its
+    ``seq_nr``.
 
     Args:
         weights: the nodes that hold weights (:func:`weights_of`).
@@ -102,7 +103,7 @@ def sites_of(
 
 
 def record_of(product: Product, site: Site, reason: str) -> ProductRecord:
-    """The row of a product, and why it is left as it is."""
+    """Return the row of a product, and why it is left as it is."""
     low = product.low
     return ProductRecord(
         fqn=site.fqn,
@@ -120,7 +121,7 @@ def record_of(product: Product, site: Site, reason: str) -> ProductRecord:
 
 
 def may_be_product(node: fx.Node) -> bool:
-    """Whether :func:`products_of` may list ``node``: cheaper, and without false negatives."""
+    """Return whether :func:`products_of` may list ``node``: cheaper, and without false negatives."""
     if node.op != "call_function":
         return False
     op = op_of(node)
@@ -128,7 +129,7 @@ def may_be_product(node: fx.Node) -> bool:
 
 
 def products_of(graph: fx.Graph, stored: Collection[fx.Node]) -> list[Product]:
-    """Every product of ``graph``, in order. ``stored``: inputs that are parameters and buffers of the model."""
+    """Return every product of ``graph``, in order. ``stored``: inputs that are parameters and buffers of the model."""
     weights, backward = weights_of(graph, stored), backward_nodes(graph)
     products: list[Product] = []
     for node in graph.nodes:
@@ -140,7 +141,7 @@ def products_of(graph: fx.Graph, stored: Collection[fx.Node]) -> list[Product]:
 
 
 def weights_of(graph: fx.Graph, stored: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes that are computed from ``stored`` tensors and constants alone."""
+    """Return the nodes that are computed from ``stored`` tensors and constants alone."""
     weights, constants = set(stored), set[fx.Node]()
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -157,7 +158,7 @@ def weights_of(graph: fx.Graph, stored: Collection[fx.Node]) -> set[fx.Node]:
 def product_of(
     node: fx.Node, weights: Collection[fx.Node] = frozenset(), backward: Collection[fx.Node] = frozenset()
 ) -> Product | None:
-    """The product that ``node`` computes, or None.
+    """Return the product that ``node`` computes, or None.
 
     Args:
         weights: the nodes that hold weights (:func:`weights_of`).
@@ -192,7 +193,7 @@ def _product(
 
 
 def op_of(node: fx.Node) -> Any:
-    """The op that ``node`` runs; of one that writes to its arguments, the op inside of ``auto_functionalized``."""
+    """Give the op that ``node`` runs; of one that writes to its arguments, the op inside of ``auto_functionalized``."""
     first = node.args[0] if node.args else None
     return first if isinstance(first, OpOverload) else node.target
 
@@ -216,7 +217,7 @@ def _arguments(node: fx.Node) -> list[Any]:
 
 
 def _sizes(x: Any) -> Any:
-    """A value with a list of sizes in place of each tensor."""
+    """Return a value with a list of sizes in place of each tensor."""
     if isinstance(x, fx.Node):
         x = x.meta.get("val")
     if isinstance(x, torch.Tensor):
@@ -234,7 +235,7 @@ def _counted(count: Any, args: Sequence[Any], node: fx.Node) -> int | None:
 
 
 def _numbers(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors of two or more dims that ``node`` reads, and does not write, whose elements may be numbers."""
+    """Yield the tensors of two or more dims that ``node`` reads, and does not write, whose elements may be numbers."""
     written = _written(node)
     for source in node.all_input_nodes:
         is_new = source.op == "call_function" and not source.all_input_nodes  # a buffer for results
@@ -253,7 +254,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
 
 
 def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.Node]:
-    """The tensors that an op of another library multiplies, or [] if it shows no sign of that."""
+    """Return the tensors that an op of another library multiplies, or [] if it shows no sign of that."""
     numbers = list(_numbers(node))
     weighed = [x for x in numbers if x in weights]
     others = [x for x in numbers if x not in weights and value(x).dtype not in _CODES]
@@ -265,7 +266,8 @@ def _operands_of_custom(node: fx.Node, weights: Collection[fx.Node]) -> list[fx.
 
 
 def _scales_elements(weight: fx.Node, x: fx.Node, node: fx.Node) -> bool:
-    """Whether ``weight`` is a table for the elements of ``x``, such as cosines [tokens, size] or [tokens, size / 2].
+    """Return whether ``weight`` is a table for the elements of ``x``, such as cosines [tokens, size] or [tokens, size /
+    2].
 
     An op that multiplies ``x`` [..., k] by a matrix sums over k, which is one of its two sizes.
     """
@@ -278,7 +280,7 @@ def _scales_elements(weight: fx.Node, x: fx.Node, node: fx.Node) -> bool:
 
 
 def reads_codes(node: fx.Node) -> bool:
-    """Whether ``node`` reads numbers of eight bits or fewer."""
+    """Return whether ``node`` reads numbers of eight bits or fewer."""
     return any(is_low(value(source).dtype) for source in node.all_input_nodes if _is_tensor(source))
 
 
@@ -293,7 +295,7 @@ def _same_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _gradient_of_weight(node: fx.Node, products: Sequence[Product], weights: Collection[fx.Node]) -> Product | None:
-    """The gradient of a weight, by an op of a library one of whose ops multiplied that weight."""
+    """Return the gradient of a weight, by an op of a library one of whose ops multiplied that weight."""
     op = op_of(node)
     if node.op != "call_function" or not isinstance(op, OpOverload) or is_of_torch(op):
         return None
@@ -309,7 +311,7 @@ def _gradient_of_weight(node: fx.Node, products: Sequence[Product], weights: Col
 
 
 def _factors(summed: fx.Node) -> list[fx.Node]:
-    """The tensors whose elements' products ``summed`` has, before they were cast to add up in FP32."""
+    """Return the tensors whose elements' products ``summed`` has, before they were cast to add up in FP32."""
     factors: list[fx.Node] = []
     for source in summed.all_input_nodes:
         while source.target in (CONVERT, torch.ops.aten.unsqueeze.default):

@@ -29,7 +29,9 @@ FORWARD_APART: Final = "in forward: slices of one result would be copied, or wou
 
 
 def sibling_key(site: Site) -> tuple[Any, ...]:
-    """A key equal for linears that may be fused if they read one tensor: their module, region, and when they run."""
+    """Return a key equal for linears that may be fused if they read one tensor: their module, region, and when they
+    run.
+    """
     node = site.gemms[0].node
     same_run = runs_without_gradients(node), str(node.meta.get("recompute")), node.meta.get("ac_graph_id")
     return site.fqn.rpartition(".")[0], site.region, *same_run
@@ -55,7 +57,9 @@ def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | str:
 
 
 def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
-    """Whether a weight of ``size`` rows can lie between others: it fills whole scale tiles and is 16-byte aligned."""
+    """Return whether a weight of ``size`` rows can lie between others: it fills whole scale tiles and is 16-byte
+    aligned.
+    """
     return size % _multiple(blocks) == 0
 
 
@@ -64,7 +68,7 @@ def _multiple(blocks: Iterable[Sequence[int]]) -> int:
 
 
 def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
-    """Whether no copy is needed when the results are slices of one tensor.
+    """Return whether no copy is needed when the results are slices of one tensor.
 
     A copy is needed for results that leave the graph or that an op of another library reads, as both expect the strides
     that they had; and if backward keeps one result and not the others, since a slice keeps all of them alive.
@@ -93,7 +97,7 @@ def _chain(term: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def are_summed(terms: Sequence[fx.Node]) -> bool:
-    """Whether the terms are only viewed (and cast) in the same way and added up to one tensor."""
+    """Return whether the terms are only viewed (and cast) in the same way and added up to one tensor."""
     if not terms:
         return True
     chains, sums = zip(*map(_chain, terms), strict=True)

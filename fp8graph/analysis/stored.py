@@ -51,18 +51,18 @@ _STATIC_EXPERTS: Final = (
 
 
 def stored_weight(site: Site) -> fx.Node | None:
-    """The ``stored_weight`` node that ``site`` multiplies by; None if its weight is in high precision."""
+    """Return the ``stored_weight`` node that ``site`` multiplies by; None if its weight is in high precision."""
     view = next(filter(None, map(stored_view, site.gemms)), None)
     return view.tensor if view is not None else None
 
 
 def stored_view(gemm: Gemm) -> OperandView | None:
-    """The operand of ``gemm`` that arrives quantized; None if it reads none."""
+    """Return the operand of ``gemm`` that arrives quantized; None if it reads none."""
     return next((view for view in (gemm.a, gemm.b) if view.operand == "weight" and view.data is not None), None)
 
 
 def as_stored(resolution: Resolution, stored: fx.Node, *, flipped: bool = False) -> Resolution | None:
-    """The answer for a site whose weight is ``stored``, in place of the policy's; None if the policy's holds.
+    """Return the answer for a site whose weight is ``stored``, in place of the policy's; None if the policy's holds.
 
     A user's own rule or region, and a policy without FP8, decide as they do for any weight. Otherwise the weight is
     multiplied as it is, also by layers that the default policy would keep in high precision: it is in FP8 already.
@@ -87,7 +87,7 @@ def as_stored(resolution: Resolution, stored: fx.Node, *, flipped: bool = False)
 
 
 def recipe_of(stored: fx.Node, *, flipped: bool = False) -> Recipe:
-    """The recipe whose weights are stored as ``stored`` is; ``flipped``: [K, N]."""
+    """Return the recipe whose weights are stored as ``stored`` is; ``flipped``: [K, N]."""
     given = named_arguments(stored)
     recipe = recipe_of_kind(given["scaling"], given["block"])
     if value(given["data"]).dtype in _E5M2 and recipe.fp8_format is Format.HYBRID:
@@ -98,7 +98,9 @@ def recipe_of(stored: fx.Node, *, flipped: bool = False) -> Recipe:
 
 
 def recipe_of_kind(kind: str, block: Sequence[int]) -> Recipe:
-    """The recipe whose weights have this kind of scaling, in tiles of ``block`` (rows, columns) where it has tiles."""
+    """Return the recipe whose weights have this kind of scaling, in tiles of ``block`` (rows, columns) where it has
+    tiles.
+    """
     if kind in _RECIPES:
         return _RECIPES[kind]
     rows, columns = block
@@ -113,7 +115,7 @@ def recipe_of_kind(kind: str, block: Sequence[int]) -> Recipe:
 
 
 def why_not_as_stored(gemm: Gemm, view: OperandView) -> str | None:
-    """The reason why ``gemm`` cannot multiply the bytes of ``view``, its weight; None if it can."""
+    """Return the reason why ``gemm`` cannot multiply the bytes of ``view``, its weight; None if it can."""
     given = named_arguments(view.tensor)
     if not view.turned:
         packed = SCALINGS[given["scaling"]].packed > 1
@@ -132,7 +134,7 @@ def why_not_as_stored(gemm: Gemm, view: OperandView) -> str | None:
 
 
 def transposes(given: Mapping[str, Any]) -> bool:
-    """Whether the transposed data of a stored weight are what the columnwise layout needs, with the same scales."""
+    """Say whether the transposed data of a stored weight are what the columnwise layout needs, with the same scales."""
     kind, block = SCALINGS[given["scaling"]], given["block"]
     return kind.one_scale or (kind.tiled and kind.packed == 1 and block[0] == block[1])
 

@@ -70,7 +70,7 @@ class NamedBackend:
         return backends
 
     def backend(self, arguments: Mapping[str, Any]) -> Backend:
-        """A new backend with the arguments of the name, and further ``arguments``.
+        """Return a new backend with the arguments of the name, and further ``arguments``.
 
         Raises:
             ConfigError: for an argument that the name gives, too.
@@ -192,7 +192,9 @@ class SharedGraph:
 
 
 def _contains(model: nn.Module, parameter: Tensor) -> bool:
-    """Whether ``parameter``, or the one that a fake stands for (DDPOptimizer compiles with those), is of the model."""
+    """Return whether ``parameter``, or the one that a fake stands for (DDPOptimizer compiles with those), is of the
+    model.
+    """
     return any(
         own is parameter or (isinstance(parameter, FakeTensor) and fakes.is_fake_of(parameter, own))
         for own in model.parameters()

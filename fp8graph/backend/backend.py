@@ -161,7 +161,7 @@ class Backend(BackendMethods):
         return run_eagerly if self.settings.compiler == "eager" else None
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """A function that quantizes weights. A CPU runs the reference: it has no launches to save."""
+        """Return a function that quantizes weights. A CPU runs the reference: it has no launches to save."""
         on_cpu = all(x.device.type == "cpu" for x in inputs)
         return module if on_cpu or self.settings.compiler == "eager" else compile_dialect(module, inputs, self.settings)
 
@@ -204,7 +204,7 @@ class Backend(BackendMethods):
         self.services.groups.compare(self.decides(training=graph.gradients), kind, waits=waits)
 
     def decides(self, *, training: bool) -> str:
-        """All that decides about the rewriting of graphs, line by line, for a comparison with other ranks."""
+        """Return all that decides about the rewriting of graphs, line by line, for a comparison with other ranks."""
         services, lines = self.services, [*self.services.policies.lines()]
         if services.schedule.runs and training:
             lines.append(f"step {services.schedule.step()}")

@@ -141,7 +141,7 @@ class CompiledGraph:
             yield dict(zip(self._graph.positions, parameters, strict=True)), call.findings
 
     def runs(self, parameters: Collection[int]) -> bool:
-        """Whether it was called with one of the parameters that have these ids."""
+        """Return whether it was called with one of the parameters that have these ids."""
         every = list(itertools.chain(*list(self._calls.values())))
         return any(call.is_alive() and any(x in parameters for x in call.parameters) for call in every)
 
@@ -417,7 +417,7 @@ def _forget(services: Services, dropped: Sequence[Findings]) -> None:
 
 
 def _all_fresh(checks: Sequence[Callable[[Sequence[Any]], bool]]) -> Callable[[Sequence[Any]], bool] | None:
-    """Whether all of the slots are fresh; None: always."""
+    """Return whether all of the slots are fresh; None: always."""
     if len(checks) < 2:
         return checks[0] if checks else None
     return lambda args: all(check(args) for check in checks)

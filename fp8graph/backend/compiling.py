@@ -78,7 +78,7 @@ class Variant:
         """Return the same code with the names and reasons of one layer, whose ``decisions`` are those of the code."""
 
         def is_wanted(refused: RefusalRecord) -> bool:
-            """Whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
+            """Return whether a linear in the place of an op that FP8 leaves as it is would be in FP8."""
             return refused.what != "FP8" or any(decisions.policy.resolve(refused.fqn, "linear").recipes.values())
 
         policy = decisions.policy.identity()

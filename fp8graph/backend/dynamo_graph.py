@@ -84,7 +84,7 @@ class DynamoGraph:
         anchors.let_torch_swap(self.fake_inputs, self.context)
 
     def tracing_anew(self) -> contextlib.AbstractContextManager[Any]:
-        """A context like Dynamo's that knows nothing of earlier compilations."""
+        """Return a context like Dynamo's that knows nothing of earlier compilations."""
         if self.context is None:
             return contextlib.nullcontext()
         return tracing(TracingContext(self.context.fake_mode))
@@ -137,7 +137,7 @@ class DynamoGraph:
         )
 
     def possible_names(self, names: Sequence[str]) -> list[str]:
-        """Every name that a site may have, if the parameters are called ``names``."""
+        """Return every name that a site may have, if the parameters are called ``names``."""
         stacks = (node.meta.get("nn_module_stack") or {} for node in _nodes(self.module))
         modules = dict.fromkeys(split_source(path) for stack in stacks for path, _ in stack.values())
         return possible_names(self.parameters(names).values(), modules)

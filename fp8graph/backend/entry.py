@@ -336,7 +336,7 @@ def _rest(module: nn.Module, within: set[int]) -> Iterator[nn.Module]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether some parameter under ``module`` is a matrix that is not looked up (an embedding's)."""
+    """Return whether some parameter under ``module`` is a matrix that is not looked up (an embedding's)."""
     return any(
         parameter.ndim > 1
         for inner in module.modules()
@@ -382,14 +382,16 @@ def _marks(model: nn.Module) -> list[Compiled]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether fp8graph compiled ``model``: in place, its blocks for it, or by name."""
+    """Return whether fp8graph compiled ``model``: in place, its blocks for it, or by name."""
     mark: Compiled | None = model.__dict__.get(_ATTRIBUTE)
     in_place = mark is not None and mark.holds()
     return in_place or wrappers.fp8graph_backends(wrappers.orig_backend(model)) is not None
 
 
 def uncompiled_copy(model: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """A copy of ``model`` that nothing has compiled, with ``tensor(x)`` for each of its parameters and buffers x."""
+    """Return a copy of ``model`` that nothing has compiled, with ``tensor(x)`` for each of its parameters and buffers
+    x.
+    """
     memo: dict[int, Any] = dict.fromkeys(map(id, _marks(model)))
     memo.update((id(x), tensor(x)) for x in (*model.parameters(), *model.buffers()))  # deepcopy takes what memo has
     copied = copy.deepcopy(model, memo)
@@ -463,7 +465,7 @@ class Compiled:
         return Compiled(module, backend, arguments, named)
 
     def holds(self) -> bool:
-        """Whether the module is compiled as it was: it may have got another backend, or none."""
+        """Return whether the module is compiled as it was: it may have got another backend, or none."""
         compiles = wrappers.orig_backend(self._module())
         return self._arguments is None or wrappers.fp8graph_backends(compiles) is self._backend
 

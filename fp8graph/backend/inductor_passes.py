@@ -42,12 +42,12 @@ GraphPass = Callable[[fx.Graph], None]
 
 @functools.cache
 def source_hash() -> str:
-    """A hash of every source file of the package, at any depth: passes, their order, the numerics."""
+    """Return a hash of every source file of the package, at any depth: passes, their order, the numerics."""
     return hash_of(Path(__file__).parent.parent)
 
 
 def code_identity() -> str:
-    """A text that differs where our passes may make other code of one graph: another source, CPU or process.
+    """Return a text that differs where our passes may make other code of one graph: another source, CPU or process.
 
     Whatever they read of those has its place here or in ``Pass.reads``, unless torch's own key reads it.
     """
@@ -56,7 +56,7 @@ def code_identity() -> str:
 
 
 def hash_of(package: Path) -> str:
-    """A hash of the names and contents of all Python files under ``package``, and of torch's version."""
+    """Return a hash of the names and contents of all Python files under ``package``, and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
     for folder in (package, package / "passes", package / "models"):  # rglob may skip the last two, which are links
         for file in sorted(folder.rglob("*.py")):
@@ -411,7 +411,7 @@ def add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any])
 
 
 def with_taken_inputs(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """An ``inner_compile`` for compile_fx that passes on the tensors which the spare inputs stand for by now.
+    """Return an ``inner_compile`` for compile_fx that passes on the tensors which the spare inputs stand for by now.
 
     AOTAutograd itself passes on the empty tensors that it traced with.
     """

@@ -125,7 +125,9 @@ class _Owner(NamedTuple):
 
 
 def _owners(model: nn.Module) -> dict[int, _Owner]:
-    """A model's parameters, by the ids of the tensors with which graphs are called, and of those that these wrap."""
+    """Return a model's parameters, by the ids of the tensors with which graphs are called, and of those that these
+    wrap.
+    """
     gathered, owners = fsdp.whole_parameters(model), dict[int, _Owner]()
     for name, p in model.named_parameters():
         q, dtype = gathered.get(id(p), (p, p.dtype))

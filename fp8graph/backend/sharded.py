@@ -51,7 +51,9 @@ class Piece:
         return offset_of(self.parameter) if sharded_over(self.parameter) else (0,) * self.parameter.ndim
 
     def cut(self, dim: int, multiple: int) -> bool:
-        """Whether shards may begin at other places in ``dim`` than multiples of ``multiple``. The same on all ranks."""
+        """Return whether shards may begin at other places in ``dim`` than multiples of ``multiple``. The same on all
+        ranks.
+        """
         ranks = [group.size() for sharded, group in sharded_over(self.parameter) if sharded % len(self.shape) == dim]
         size, count = self.shape[dim], math.prod(ranks)
         if count == 1 or multiple == 1 or size % (count * multiple) == 0:
@@ -66,7 +68,7 @@ class Piece:
         return bits.view(torch.float32)
 
     def spread(self, shard: Tensor, shape: Sequence[int]) -> Tensor:
-        """A tensor of ``shape``, sharded as the parameter is."""
+        """Return a tensor of ``shape``, sharded as the parameter is."""
         shard = shard.contiguous()
         return shard if mesh_of(self.parameter) is None else spread_as(shard, self.parameter, shape)
 
@@ -85,7 +87,7 @@ class Touched:
     shape: tuple[int, int]
 
     def whole(self, scales: Tensor) -> Tensor:
-        """All scales, of the ``scales`` that each rank has. All ranks call it."""
+        """Return all scales, of the ``scales`` that each rank has. All ranks call it."""
         placed = _placed(scales, self.offset, self.shape)
         for _, group in sharded_over(self.parameter):
             dist.all_reduce(placed.view(torch.uint8), dist.ReduceOp.MAX, group=group)
@@ -106,7 +108,7 @@ class QuantizedPiece:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor, on each rank. FP8 travels as bytes, which every backend of torch.distributed can send."""
+    """Return all of a tensor, on each rank. FP8 travels as bytes, which every backend of torch.distributed can send."""
     if mesh_of(x) is None:
         return x
     shard, dtype = local(x), x.dtype
@@ -219,7 +221,7 @@ def _ranks(piece: Piece) -> int:
 
 
 def _cut(arguments: QuantizeArguments[Any], piece: Piece) -> tuple[bool, bool]:
-    """Whether shards cut what shares a scale, other than the whole: along rows, along columns."""
+    """Return whether shards cut what shares a scale, other than the whole: along rows, along columns."""
     kind, (rows, columns) = SCALINGS[arguments.scaling], piece.shape[-2:]
     if kind.scale_shape(rows, columns, arguments.block) is None:
         return False, False
@@ -228,7 +230,7 @@ def _cut(arguments: QuantizeArguments[Any], piece: Piece) -> tuple[bool, bool]:
 
 
 def _piece(arguments: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> QuantizedPiece:
-    """One piece, which is quantized shard by shard.
+    """Return one piece, which is quantized shard by shard.
 
     Args:
         amax: FP32 [], of all of the weight, if it matters.

@@ -51,7 +51,7 @@ class Checkpoint:
         self.problems += self._left_over()
 
     def weight(self, layer: str) -> QuantizedWeight:
-        """The bytes and scales of one layer.
+        """Return the bytes and scales of one layer.
 
         Raises:
             CheckpointError: there is no such layer, or its tensors do not fit together.
@@ -102,7 +102,7 @@ class Checkpoint:
                 self.problems += wrong
 
     def _layers_with(self, name: str) -> Iterator[str]:
-        """The layer whose weight a tensor of this name is."""
+        """Yield the layer whose weight a tensor of this name is."""
         for suffix in dict.fromkeys(spelling.weight for spelling in self.quantization.spellings):
             if suffix and name.endswith(suffix):
                 yield name.removesuffix(suffix)
@@ -128,7 +128,7 @@ class Checkpoint:
 
 
 def quantization_of(folder: Path) -> Quantization:
-    """The quantization config of a folder, parsed.
+    """Return the quantization config of a folder, parsed.
 
     Raises:
         CheckpointError: there is none, or it is of a format that is not known.
@@ -142,7 +142,7 @@ def quantization_of(folder: Path) -> Quantization:
 
 
 def parsed(config: Mapping[str, Any], where: str) -> Quantization:
-    """A config.json with its quantization config, or such a config alone, parsed. ``where``: names it in errors.
+    """Return a config.json with its quantization config, or such a config alone, parsed. ``where``: names it in errors.
 
     Raises:
         CheckpointError: it is of a format that is not known.
@@ -160,7 +160,7 @@ def parsed(config: Mapping[str, Any], where: str) -> Quantization:
 
 
 def _of_config(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """The quantization config in a config.json, parsed; None: there is none."""
+    """Return the quantization config in a config.json, parsed; None: there is none."""
     said = config.get("quantization_config") or config.get("compression_config")
     where = f"{where}: quantization_config"
     if said is None:
@@ -227,7 +227,7 @@ def write_checkpoint(
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """The files of a checkpoint beside its weights; of folders, only those with chat templates."""
+    """Copy the files of a checkpoint beside its weights; of folders, only those with chat templates."""
     for file in sorted(source.iterdir()):
         if file.name.startswith(".") or any(file.match(pattern) for pattern in _NOT_COPIED):
             continue

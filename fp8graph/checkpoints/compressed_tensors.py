@@ -44,7 +44,7 @@ Table = dict[str, Any]
 
 
 def _arguments(strategy: str, bits: int = 8, **more: Any) -> Table:
-    """A table of ``QuantizationArgs``."""
+    """Return a table of ``QuantizationArgs``."""
     return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
 
 
@@ -179,7 +179,7 @@ class CompressedTensors(Quantization):
 
 
 def layer_format(preset: str) -> LayerFormat:
-    """The format of a preset's layers.
+    """Return the format of a preset's layers.
 
     Raises:
         CheckpointError: the preset is not known.
@@ -206,7 +206,7 @@ def _group(name: str, group: object, where: str) -> ConfigGroup:
 
 
 def _stored(weights: object, inputs: object, where: str) -> LayerFormat:
-    """The format of a scheme, from its arguments for weights and inputs."""
+    """Return the format of a scheme, from its arguments for weights and inputs."""
     fields = Fields(weights, f"{where}.weights")
     fields.one_of("dynamic", [False], False)
     bits, strategy, tile, group, scales = _read(fields, ("tensor", "channel", "block", "group", "tensor_group"))
@@ -299,7 +299,7 @@ class Targets:
             yield EVERY, self._of_all
 
     def first(self, layer: str) -> int | None:
-        """The owner; None: the layer has none."""
+        """Return the owner; None: the layer has none."""
         if layer in self._names:
             return self._names[layer]
         index = self._expressions.first(layer)

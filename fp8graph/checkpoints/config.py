@@ -32,26 +32,26 @@ class Fields:
         self._left, self.where = {str(name): value for name, value in table.items()}, where
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value of a field; ``default`` if it is not there, or null."""
+        """Return the value of a field; ``default`` if it is not there, or null."""
         value = self._left.pop(name, default)
         return default if value is None else value
 
     def one_of(self, name: str, choices: Sequence[Any], default: Any = None) -> Any:
-        """The value of a field that has few. A known value that is ``default`` may be left out."""
+        """Return the value of a field that has few. A known value that is ``default`` may be left out."""
         value = self.take(name, default)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices):
             raise self.unknown(name, value, f"Known: {', '.join(repr(one) for one in choices)}.")
         return value
 
     def checked(self, name: str, condition: Callable[[Any], bool], what: str, default: Any = None) -> Any:
-        """The value of a field for which ``condition`` holds; ``what`` says so in words."""
+        """Return the value of a field for which ``condition`` holds; ``what`` says so in words."""
         value = self.take(name, default)
         if not condition(value):
             raise self.unknown(name, value, f"It must be {what}.")
         return value
 
     def names(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
-        """A list of names."""
+        """Return a list of names."""
         return tuple(self.checked(name, is_names, "a list of names", default))
 
     def unused(self, *names: str) -> None:
@@ -121,7 +121,7 @@ class Expressions:
                 self._names.setdefault(dots, {})[text] = index
 
     def first(self, name: str) -> int | None:
-        """The index of the first expression that matches the beginning of ``name``; None: none does.
+        """Return the index of the first expression that matches the beginning of ``name``; None: none does.
 
         Raises:
             CheckpointError: it takes too long to find out.

@@ -140,7 +140,7 @@ class HuggingFaceFP8(Quantization):
         return Skipped(self.ignore, f"{self.where}: modules_to_not_convert")
 
     def linear(self) -> LayerFormat:
-        """The format of a linear layer."""
+        """Return the format of a linear layer."""
         block = (WHOLE, WHOLE) if self.block is None else self.block
         ending = "" if self.scale_format == "float" else " ue8m0"
         tiles = "tensor" if self.block is None else f"{block[0]}x{block[1]}"
@@ -158,7 +158,7 @@ class HuggingFaceFP8(Quantization):
         )
 
     def experts(self) -> LayerFormat:
-        """The format of a parameter of fused experts, [experts, n, k]."""
+        """Return the format of a parameter of fused experts, [experts, n, k]."""
         fused = replace(self.linear(), suffixes=_EXPERTS if self.static else replace(_EXPERTS, input_scale=None))
         return replace(fused, scale_dims=2)
 
@@ -225,7 +225,7 @@ class HuggingFaceMXFP8(HuggingFaceFP8):
 
 
 def _among_experts(layer: str) -> ScalesOfExpert | None:
-    """The place of one expert's scales among those of all; None for another layer."""
+    """Return the place of one expert's scales among those of all; None for another layer."""
     match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
     if match is None:
         return None

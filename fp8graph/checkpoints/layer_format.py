@@ -81,7 +81,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def is_packed(dtype: torch.dtype | None) -> bool:
-    """Whether a weight of this dtype holds two E2M1 codes per byte."""
+    """Return whether a weight of this dtype holds two E2M1 codes per byte."""
     return dtype in (torch.uint8, torch.int8)
 
 
@@ -126,7 +126,7 @@ class ScalesOfExpert:
     half: int | None = None
 
     def shape(self, of_all: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the part, from that of the scales of all experts; empty if there is no such part."""
+        """Return the shape of the part, from that of the scales of all experts; empty if there is no such part."""
         if len(of_all) != 3 or self.expert >= of_all[0] or (self.half is not None and of_all[1] % 2):
             return ()
         return (of_all[1] // (1 if self.half is None else 2), of_all[2])
@@ -169,12 +169,12 @@ class LayerFormat:
         return rows, columns
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The tiles of a weight of this shape: what ``QuantizedWeight.scale_inv`` has."""
+        """Return the tiles of a weight of this shape: what ``QuantizedWeight.scale_inv`` has."""
         rows, columns = self.tile(shape)
         return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
 
     def names(self, layer: str) -> dict[str, str]:
-        """The tensors of a layer, by what they are. Those of the input are there only if they are static."""
+        """Return the tensors of a layer, by what they are. Those of the input are there only if they are static."""
         s = self.suffixes
         suffixes = {"weight": s.weight, "scale": s.scale, "global scale": s.global_scale, "input scale": s.input_scale}
         names = {what: layer + suffix for what, suffix in suffixes.items() if suffix is not None}
@@ -240,7 +240,7 @@ class LayerFormat:
                     yield f"{tensors[name].file}: {text}"
 
     def _are_zeros(self, data: Tensor, stored: Tensor, scale: Tensor) -> bool:
-        """Whether scales of zero change nothing."""
+        """Return whether scales of zero change nothing."""
         if stored.dtype == torch.float8_e4m3fn:
             return True
         shape = (*data.shape[:-1], data.shape[-1] * (1 + is_packed(data.dtype)))
@@ -248,13 +248,13 @@ class LayerFormat:
         return not dequantize(QuantizedWeight(data=data, scale_inv=there, block=self.tile(shape))).any()
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which the scales of a weight of this shape are written."""
+        """Return the shape in which the scales of a weight of this shape are written."""
         *leading, rows, columns = self.grid(shape)
         forms = {0: (), 1: (rows * columns,), 2: (rows, columns), 4: (rows, 1, columns, 1)}
         return (*leading, *forms[self.scale_dims])
 
     def read(self, layer: str, tensors: Mapping[str, TensorInfo], tensor: Callable[[str], Tensor]) -> QuantizedWeight:
-        """The bytes and scales of a layer, from ``tensor(name)``.
+        """Return the bytes and scales of a layer, from ``tensor(name)``.
 
         Raises:
             CheckpointError: a tensor is missing, or has another dtype or shape.
@@ -276,7 +276,7 @@ class LayerFormat:
         )
 
     def write(self, layer: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a layer under their names. Bytes and scales are those of ``weight``.
+        """Yield the tensors of a layer under their names. Bytes and scales are those of ``weight``.
 
         Raises:
             CheckpointError: ``weight`` is of another kind.
@@ -315,7 +315,7 @@ class LayerFormat:
 
 
 def _one_each(scale: Tensor) -> Tensor:
-    """One number, or one for each expert."""
+    """Return one number, or one for each expert."""
     return scale.reshape(()) if scale.numel() == 1 else scale.flatten()
 
 
@@ -357,7 +357,7 @@ class Quantization(ABC):
     @classmethod
     @abstractmethod
     def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
-        """The config for these layers and those that stay in high precision, by full names.
+        """Return the config for these layers and those that stay in high precision, by full names.
 
         Raises:
             CheckpointError: the format has no config that says this.
@@ -366,14 +366,15 @@ class Quantization(ABC):
     @classmethod
     @abstractmethod
     def forms(cls) -> Mapping[Kind, LayerFormat]:
-        """The forms in which the library stores weights that fp8graph quantized, for the kinds that it has one for.
+        """Return the forms in which the library stores weights that fp8graph quantized, for the kinds that it has one
+        for.
 
         Its GEMMs quantize the input as the recipe does, or (static) with a scale from the checkpoint.
         """
 
     @abstractmethod
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
-        """The possible formats of a linear layer of this name; empty if it is left in high precision."""
+        """Return the possible formats of a linear layer of this name; empty if it is left in high precision."""
 
     @abstractmethod
     def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:

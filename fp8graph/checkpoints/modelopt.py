@@ -196,7 +196,7 @@ class ModelOpt(Quantization):
 
 
 def _algorithm(algorithm: object, fields: Fields) -> str:
-    """An algorithm by its name in ``ALGORITHMS``."""
+    """Return an algorithm by its name in ``ALGORITHMS``."""
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name not in ALGORITHMS:
         raise fields.unknown("quant_algo", algorithm, f"Known: {', '.join(ALGORITHMS)}, {_MIXED}.")
@@ -227,13 +227,13 @@ def _written(algorithm: str) -> str:
 
 
 def _owners(layer: str) -> list[str]:
-    """A layer and the modules that it is in: fused experts are listed by the module that holds them."""
+    """Return a layer and the modules that it is in: fused experts are listed by the module that holds them."""
     parts = layer.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _inside(module: str) -> str:
-    """The expression that matches a module and those in it."""
+    """Return the expression that matches a module and those in it."""
     return rf"{re.escape(module)}(?:\..*)?"
 
 
@@ -242,7 +242,7 @@ def _is_glob(name: str) -> bool:
 
 
 def of_glob(pattern: str) -> str:
-    """The expression that matches what a pattern of ``fnmatch`` does."""
+    """Return the expression that matches what a pattern of ``fnmatch`` does."""
 
     def part(match: re.Match[str]) -> str:
         if match["among"] is None:

@@ -104,7 +104,7 @@ class Shards:
         return len(self._where)
 
     def info(self, name: str) -> TensorInfo:
-        """A tensor's entry in its header.
+        """Return a tensor's entry in its header.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -138,7 +138,7 @@ class Shards:
 
 
 def tensors_of(file: Path) -> list[TensorInfo]:
-    """The tensors of a safetensors file in the order of their bytes.
+    """Return the tensors of a safetensors file in the order of their bytes.
 
     Raises:
         CheckpointError: the file cannot be read, its header is damaged, or it is shorter or longer than it says.
@@ -164,7 +164,7 @@ def tensors_of(file: Path) -> list[TensorInfo]:
 
 
 def _named_twice(file: Path) -> str | None:
-    """A name that several entries of a header have, of which safetensors silently takes the last."""
+    """Return a name that several entries of a header have, of which safetensors silently takes the last."""
     with file.open("rb") as opened:
         header = opened.read(int.from_bytes(opened.read(8), "little"))
     names: list[str] = [name for name, _ in json.loads(header, object_pairs_hook=list)]
@@ -172,12 +172,12 @@ def _named_twice(file: Path) -> str | None:
 
 
 def _bits(stored_as: str) -> int:
-    """The size of a number, which the name of its type says: 16 for "BF16"."""
+    """Return the size of a number, which the name of its type says: 16 for "BF16"."""
     return 8 if stored_as == "BOOL" else int(re.findall(r"\d+", stored_as)[0])
 
 
 def _opened(file: Path) -> Any:
-    """The file, mapped by safetensors."""
+    """Return the file, mapped by safetensors."""
     safetensors = imported_safetensors()
     try:
         if file.exists() and not file.is_file():  # a pipe would wait for its writer
@@ -191,7 +191,9 @@ def _opened(file: Path) -> Any:
 
 
 def _damage(file: Path) -> str:
-    """A sentence, after a full stop, on the first tensor that is not whole; or nothing, if the header is not one."""
+    """Return a sentence, after a full stop, on the first tensor that is not whole; or nothing, if the header is not
+    one.
+    """
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(min(length, _LARGEST_HEADER)))
@@ -211,7 +213,7 @@ def _damage(file: Path) -> str:
 
 
 def _index_or_files(path: Path) -> tuple[Path | None, list[Path]]:
-    """The index, or the files of a checkpoint that has none."""
+    """Return the index, or the files of a checkpoint that has none."""
     if path.is_file():
         return (path, []) if path.name.endswith(".json") else (None, [path])
     if not path.is_dir():
@@ -235,7 +237,7 @@ def _index_or_files(path: Path) -> tuple[Path | None, list[Path]]:
 
 
 def put_aside(folder: Path) -> str:
-    """A sentence, with a space before it, on the folder that was here until an export was stopped; or nothing."""
+    """Give a sentence, with a space before it, on the folder that was here until an export was stopped; or nothing."""
     old = sorted(folder.absolute().parent.glob(f"{glob.escape(folder.name)}{REPLACED}*"))
     if not old:
         return ""
@@ -243,7 +245,7 @@ def put_aside(folder: Path) -> str:
 
 
 def _of_index(index: Path) -> dict[str, TensorInfo]:
-    """The tensors that an index lists, in the order of its files, compared with what the files hold."""
+    """Return the tensors that an index lists, in the order of its files, compared with what the files hold."""
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise CheckpointError(f"{index}: damaged. weight_map is not a table of files. Download it again.")
@@ -278,7 +280,7 @@ def _of_index(index: Path) -> dict[str, TensorInfo]:
 
 
 def imported_safetensors() -> Any:
-    """The library, which is not among those that fp8graph needs.
+    """Return the library, which is not among those that fp8graph needs.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -292,7 +294,7 @@ def imported_safetensors() -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The table in a JSON file.
+    """Return the table in a JSON file.
 
     Raises:
         CheckpointError: there is no such file, or no table in it.

@@ -247,7 +247,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one that an export may replace."""
+    """Return whether a folder is one that an export may replace."""
     return folder.is_dir() and any(f.name == "config.json" or f.suffix == ".safetensors" for f in folder.iterdir())
 
 
@@ -268,7 +268,7 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a process is writing into it, or might."""
+    """Return whether a process is writing into it, or might."""
     if fcntl is None:
         return True
     try:

@@ -41,7 +41,7 @@ class Anchor:
         self._mark(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is the anchor of ``tensor``, not of an earlier one with the same id."""
+        """Return whether it is the anchor of ``tensor``, not of an earlier one with the same id."""
         if tensor.__dict__.get(_MARK) is self._reference():
             return True
         return self._renew() and tensor.__dict__.get(_MARK) is self._reference()
@@ -69,7 +69,7 @@ def _lost(key: int, reference: weakref.ref[_Mark]) -> None:
 
 
 def anchor(tensor: Tensor | Anchor) -> Tensor | Anchor:
-    """An object to refer to weakly in place of ``tensor``, always the same one: for a plain tensor that itself."""
+    """Give an object to refer to weakly in place of ``tensor``, always the same one: for a plain tensor that itself."""
     if type(tensor) in _PLAIN or isinstance(tensor, Anchor) or not is_traceable_wrapper_subclass(tensor):
         return tensor
     stand_in = _anchors.get(id(tensor))
@@ -79,7 +79,7 @@ def anchor(tensor: Tensor | Anchor) -> Tensor | Anchor:
 
 
 def has_no_module(tensor: Tensor) -> bool:
-    """Whether torch swaps the contents of ``tensor``, and it is not known which module holds it."""
+    """Return whether torch swaps the contents of ``tensor``, and it is not known which module holds it."""
     stand_in = anchor(tensor)
     return isinstance(stand_in, Anchor) and stand_in.module is None
 

@@ -31,7 +31,8 @@ _LEAST: Final = 1e-6  # the memory budget that stands for 0
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """The position of an AOTAutograd graph's input among Dynamo's inputs; a DTensor's shard has that of the DTensor.
+    """Return the position of an AOTAutograd graph's input among Dynamo's inputs; a DTensor's shard has that of the
+    DTensor.
 
     It is None for the gradients of the outputs, and for the inputs of a subgraph.
     """
@@ -42,13 +43,15 @@ def input_position(placeholder: fx.Node) -> int | None:
 
 
 def is_part_of_subclass(placeholder: fx.Node) -> bool:
-    """Whether a graph's input is one of the tensors that a tensor subclass holds; a DTensor's shard is the whole."""
+    """Return whether a graph's input is one of the tensors that a tensor subclass holds; a DTensor's shard is the
+    whole.
+    """
     desc = placeholder.meta.get("desc")
     return isinstance(desc, SubclassGetAttrAOTInput) and desc.attr != SHARD
 
 
 def input_part(placeholder: fx.Node) -> tuple[int, tuple[str, ...]] | None:
-    """The position of an input among Dynamo's, and the attributes that lead from there to the tensor that it is.
+    """Return the position of an input among Dynamo's, and the attributes that lead from there to the tensor that it is.
 
     The latter are those of tensor subclasses.
     """
@@ -100,7 +103,7 @@ def carry(content: bytes) -> None:
 
 
 def carried(compiled: Callable[..., Any]) -> bytes | None:
-    """The bytes in the very entry that compile_fx made ``compiled`` of; None if it came from none, or has none."""
+    """Give the bytes in the very entry that compile_fx made ``compiled`` of; None if it came from none, or has none."""
     serialize = getattr(compiled, "serialize", lambda: None)  # None as well, if no entry was made or found
     entry: Any = serialize() if serialize is not None else None
     subclasses = getattr(entry, "maybe_subclass_meta", None)  # then the graph that was compiled has metadata of its own
@@ -111,7 +114,7 @@ def carried(compiled: Callable[..., Any]) -> bytes | None:
 
 
 def state_that_decides() -> tuple[Any, ...]:
-    """The state outside a graph that changes its dtypes: autocast's dtype on each device, and the default dtype.
+    """Return the state outside a graph that changes its dtypes: autocast's dtype on each device, and the default dtype.
 
     torch 2.11's key reads whether autocast is on, and no dtype; later ones read both.
     """
@@ -129,7 +132,7 @@ class KeptGraph(NamedTuple):
 
 
 def updates(output: fx.Node) -> set[int]:
-    """The positions of the results of a graph of AOTAutograd that are written to its inputs."""
+    """Return the positions of the results of a graph of AOTAutograd that are written to its inputs."""
     descriptions = enumerate(output.meta.get("desc") or ())
     return {i for i, each in descriptions if getattr(each, "mutated_input", None) is not None}
 
@@ -138,7 +141,7 @@ def watching(
     start: Callable[[fx.GraphModule, KeptGraph], Callable[[Sequence[Any]], Any]],
     compute: Callable[[fx.GraphModule, Sequence[Any]], Any],
 ) -> Callable[..., Any]:
-    """A backend that compiles nothing: the graphs run node by node, on the tensors that they are called with.
+    """Return a backend that compiles nothing: the graphs run node by node, on the tensors that they are called with.
 
     Args:
         start: gets each graph, forward and backward in one. What it returns is called before the graph runs, with the
@@ -194,7 +197,7 @@ def _noting(first: list[Any], compiled: Callable[..., Any]) -> Callable[..., Any
 
 
 def keeping(graphs: list[KeptGraph]) -> Callable[..., Any]:
-    """A backend that compiles nothing: it adds each graph to ``graphs``."""
+    """Return a backend that compiles nothing: it adds each graph to ``graphs``."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [source_name(node) for node in module.graph.find_nodes(op="placeholder")]

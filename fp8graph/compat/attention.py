@@ -63,7 +63,7 @@ HAS_QUANTIZED_ATTENTION: Final = "quantized" in _FLASH.overloads()
 
 
 def active_implementation() -> str | None:
-    """The flash attention that replaces torch's own in this process, by name; None: torch's own."""
+    """Return the flash attention that replaces torch's own in this process, by name; None: torch's own."""
     ask: Any = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if ask is None else ask()
 

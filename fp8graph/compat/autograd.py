@@ -33,27 +33,29 @@ def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of Python wait for the gradient of a leaf. (Those of DDP are C++, and cannot be seen.)"""
+    """Return whether hooks of Python wait for the gradient of a leaf. (Those of DDP are C++, and cannot be seen.)"""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of ``tensor`` on its way (those for when it has arrived do not count)."""
+    """Say whether hooks wait for the gradient of ``tensor`` on its way (those for when it has arrived do not count)."""
     return bool(tensor._backward_hooks)
 
 
 def running_node() -> Any:
-    """The node that the backward of this thread runs, also in its hooks; None outside of one, in compiled autograd."""
+    """Return the node that the backward of this thread runs, also in its hooks; None outside of one, in compiled
+    autograd.
+    """
     return torch._C._current_autograd_node()
 
 
 def accumulator(parameter: Tensor) -> Any:
-    """The node that adds to the ``.grad`` of a leaf."""
+    """Return the node that adds to the ``.grad`` of a leaf."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds to the ``.grad`` of a leaf.
+    """Return whether the backward that runs adds to the ``.grad`` of a leaf.
 
     It does not if it was called for other tensors (``inputs=``), or by ``torch.autograd.grad``.
     """
@@ -66,7 +68,8 @@ def accumulates(parameter: Tensor) -> bool:
 
 
 def uses(owner: object, name: str) -> tuple[int, ...]:
-    """The number of references to a tensor, an attribute of ``owner``: of Python, of C++, and those to its memory.
+    """Return the number of references to a tensor, an attribute of ``owner``: of Python, of C++, and those to its
+    memory.
 
     Only the difference from the same tensor at another time, or from another one that is held alike, means something.
     """
@@ -80,35 +83,37 @@ def _uses_of_memory(tensor: Tensor) -> int:
 
 @functools.cache
 def _uses_of_own_memory() -> int:
-    """The uses of the memory of a tensor that nothing else reads."""
+    """Return the uses of the memory of a tensor that nothing else reads."""
     return _uses_of_memory(torch.ones(1))
 
 
 def has_memory_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor, and no array of another library that was made of it, has the memory of ``tensor``."""
+    """Return whether no other tensor, and no array of another library that was made of it, has the memory of
+    ``tensor``.
+    """
     return _uses_of_memory(tensor) == _uses_of_own_memory() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 @functools.cache
 def uses_of_a_grad() -> tuple[int, ...]:
-    """The ``uses`` of the ``.grad`` of a parameter that nobody else has."""
+    """Return the ``uses`` of the ``.grad`` of a parameter that nobody else has."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     return uses(parameter, "grad")
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
+    """Return whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad, ...) runs the caller. Compiled code runs in eager there."""
+    """Return whether a transform of torch.func (vmap, grad, ...) runs the caller. Compiled code runs in eager there."""
     return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
 
 
 def saved_tensors_hooks() -> bool:
-    """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
+    """Return whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
     return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

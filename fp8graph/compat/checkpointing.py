@@ -43,19 +43,21 @@ class Checkpointing(NamedTuple):
 
 
 def matters() -> bool:
-    """Whether a call may be a part of a checkpointed forward, or of its repetition. Called in each call: 0.3 us."""
+    """Say whether a call may be a part of a checkpointed forward, or of its repetition. Called in each call: 0.3 us."""
     if torch._C._current_graph_task_id() != -1 or _autograd._top_saved_tensors_default_hooks(True) is not None:
         return True
     return not torch._C._is_fwd_grad_enabled() and _in_forward_of_function()
 
 
 def graph_task() -> int:
-    """The number of the backward that this thread is in; -1 outside of backward. A nested one has another number."""
+    """Return the number of the backward that this thread is in; -1 outside of backward. A nested one has another
+    number.
+    """
     return torch._C._current_graph_task_id()
 
 
 def now() -> Checkpointing:
-    """The position of the present call."""
+    """Return the position of the present call."""
     repeats, running, task = None, list[Any](), torch._C._current_graph_task_id()
     for hook in _pack_hooks():
         variables = _variables(hook)
@@ -83,12 +85,16 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def _in_forward_of_function() -> bool:
-    """Whether the ``forward`` of an ``autograd.Function`` runs: it alone, but for inference mode, has no forward AD."""
+    """Return whether the ``forward`` of an ``autograd.Function`` runs: it alone, but for inference mode, has no forward
+    AD.
+    """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def _functions() -> Iterator[Any]:
-    """The contexts of the ``autograd.Function`` objects whose ``forward`` is on Python's stack, innermost first."""
+    """Yield the contexts of the ``autograd.Function`` objects whose ``forward`` is on Python's stack,
+    innermost first.
+    """
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -99,7 +105,9 @@ def _functions() -> Iterator[Any]:
 
 
 def _pack_hooks() -> list[Any]:
-    """The hooks that are called for tensors that autograd saves, innermost first. Torch shows only the innermost."""
+    """Return the hooks that are called for tensors that autograd saves, innermost first. Torch shows only the
+    innermost.
+    """
     pairs: list[tuple[Any, Any]] = []
     if not _autograd._saved_tensors_hooks_is_enabled():  # none could be put back
         return []
@@ -114,7 +122,7 @@ def _pack_hooks() -> list[Any]:
 
 
 def _variables(hook: Any) -> dict[str, Any]:
-    """The variables that a pack hook of torch.utils.checkpoint holds; none for any other hook.
+    """Return the variables that a pack hook of torch.utils.checkpoint holds; none for any other hook.
 
     ``frame`` in forward; ``target_frame_ref`` and ``gid`` in its repetition (torch 2.11 to 2.15).
     """

@@ -18,17 +18,17 @@ _RUN: Final = "forward_maybe_with_nosync"  # the method by which a stage runs it
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a graph takes: the shard of a DTensor, any other as it is."""
+    """Return the tensor that a graph takes: the shard of a DTensor, any other as it is."""
     return getattr(tensor, SHARD, tensor)
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
-    """The DeviceMesh over which a DTensor is spread; None for any other tensor."""
+    """Return the DeviceMesh over which a DTensor is spread; None for any other tensor."""
     return getattr(tensor, "device_mesh", None)
 
 
 def sharded_over(tensor: torch.Tensor) -> list[tuple[int, Any]]:
-    """The dims along which a DTensor is sharded, one for each dim of its mesh that shards it, with its group."""
+    """Return the dims along which a DTensor is sharded, one for each dim of its mesh that shards it, with its group."""
     if (mesh := mesh_of(tensor)) is None:
         return []
     dims = [getattr(placement, "dim", None) for placement in cast(Any, tensor).placements]
@@ -37,7 +37,7 @@ def sharded_over(tensor: torch.Tensor) -> list[tuple[int, Any]]:
 
 
 def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The place of this rank's shard in a DTensor: for each dim, where it begins.
+    """Return the place of this rank's shard in a DTensor: for each dim, where it begins.
 
     FSDP2 shards further what tensor parallelism has sharded; no public function knows the order.
     """
@@ -49,7 +49,7 @@ def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def spread_as(shard: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> Any:
-    """The DTensor of ``shape`` that is spread over ranks as ``like`` is, and of which this rank has ``shard``."""
+    """Give the DTensor of ``shape`` that is spread over ranks as ``like`` is, and of which this rank has ``shard``."""
     from torch.distributed.tensor import DTensor
 
     stride, other = torch.empty(shape, device="meta").stride(), cast(Any, like)
@@ -57,7 +57,8 @@ def spread_as(shard: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> 
 
 
 def process_group(group: Any) -> Any:
-    """The process group with a name, by which graphs and functional collectives know it. A group is returned as it is.
+    """Return the process group with a name, by which graphs and functional collectives know it. A group is returned as
+    it is.
 
     Only a private function finds a group by its name.
     """
@@ -65,7 +66,7 @@ def process_group(group: Any) -> Any:
 
 
 def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
-    """The process group of all ranks of a DeviceMesh. Only these ranks need to call this."""
+    """Return the process group of all ranks of a DeviceMesh. Only these ranks need to call this."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = sorted(mesh.mesh.flatten().tolist())
@@ -75,7 +76,7 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
-    """The time after which a collective of tensors on ``device`` fails. Only a private attribute has it."""
+    """Return the time after which a collective of tensors on ``device`` fails. Only a private attribute has it."""
     backend = cast(Any, group)._get_backend(device)
     options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # wrapped: TORCH_DISTRIBUTED_DEBUG
     return getattr(options, "_timeout", dist.default_pg_timeout)
@@ -109,7 +110,8 @@ def group_of_its_own(group: dist.ProcessGroup, tag: str, timeout: datetime.timed
 
 
 def joining() -> dist.ProcessGroup | None:
-    """The group of the ``DistributedDataParallel`` whose forward is running, if its ranks may take unequal steps.
+    """Return the group of the ``DistributedDataParallel`` whose forward is running, if its ranks may take unequal
+    steps.
 
     They may under torch's ``Join`` (``ddp.join()``), unless it throws when the first rank has no more inputs.
     """
@@ -120,7 +122,7 @@ def joining() -> dist.ProcessGroup | None:
 
 
 def number_of_ranks(group: str | None) -> int:
-    """The number of ranks of the process group with the name ``group`` (None: all); 1 without torch.distributed."""
+    """Get the number of ranks of the process group with the name ``group`` (None: all); 1 without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size() if group is None else process_group(group).size()
@@ -132,12 +134,14 @@ def rank() -> int:
 
 
 def default_store() -> Any:
-    """The store in which the ranks of ``init_process_group`` met. It is private, but torchrun's tools use it."""
+    """Return the store in which the ranks of ``init_process_group`` met. It is private, but torchrun's tools use it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def gathered_objects(value: Any, group: Any, *, others: bool) -> list[Any]:
-    """The objects of the ranks of ``group`` (None: all), in order; ``others``: not this rank's. All ranks call it."""
+    """Return the objects of the ranks of ``group`` (None: all), in order; ``others``: not this rank's. All ranks call
+    it.
+    """
     ranks = number_of_ranks(None) if group is None else dist.get_world_size(group)
     if ranks == 1:
         return [] if others else [value]
@@ -148,7 +152,7 @@ def gathered_objects(value: Any, group: Any, *, others: bool) -> list[Any]:
 
 
 def gathered_over(value: Any, mesh: Any) -> list[Any]:
-    """The objects of all ranks of a DeviceMesh, small ones, in its order. All of them call it."""
+    """Return the objects of all ranks of a DeviceMesh, small ones, in its order. All of them call it."""
     objects = [value]
     for dim in reversed(range(mesh.ndim)):
         objects = [x for one in gathered_objects(objects, mesh.get_group(dim), others=False) for x in one]
@@ -156,14 +160,14 @@ def gathered_over(value: Any, mesh: Any) -> list[Any]:
 
 
 def largest_over(x: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The largest of all ranks of a DeviceMesh, elementwise, in ``x``."""
+    """Return the largest of all ranks of a DeviceMesh, elementwise, in ``x``."""
     for dim in range(mesh.ndim):
         dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return x
 
 
 def running_stage() -> Any:
-    """The ``PipelineStage`` whose module is being run by this thread; None outside of a pipeline.
+    """Return the ``PipelineStage`` whose module is being run by this thread; None outside of a pipeline.
 
     A stage calls its module like any other, so that only the call stack shows it. It is read before code is compiled or
     a call is prepared, not at each call.
@@ -172,7 +176,7 @@ def running_stage() -> Any:
 
 
 def is_dry_run() -> bool:
-    """Whether a stage runs its module, forward and backward, on uninitialized memory.
+    """Return whether a stage runs its module, forward and backward, on uninitialized memory.
 
     Before the first step stages do so to learn the shapes of what they will send to each other.
     """
@@ -181,7 +185,7 @@ def is_dry_run() -> bool:
 
 
 def _frames_of_stages() -> Iterator[FrameType]:
-    """The calls of methods of stages that led here, innermost first."""
+    """Yield the calls of methods of stages that led here, innermost first."""
     module = sys.modules.get(_STAGE)
     frame: FrameType | None = sys._getframe() if module is not None else None
     while frame is not None:

@@ -49,12 +49,12 @@ def source_name(node: fx.Node) -> str:
 
 
 def is_part_of_parameter(source: str) -> bool:
-    """Whether a source is an attribute of a parameter: a tensor that a tensor subclass wraps."""
+    """Return whether a source is an attribute of a parameter: a tensor that a tensor subclass wraps."""
     return re.search(r"\._parameters\['[^']+'\]\.\w+$", source) is not None
 
 
 def is_buffer(source: str) -> bool:
-    """Whether a source is a buffer of a module."""
+    """Return whether a source is a buffer of a module."""
     return re.search(r"""\b_buffers(?:['"]\])?\[(['"]).+?\1\]$""", source) is not None
 
 
@@ -70,7 +70,8 @@ def copy_source(node: fx.Node, copy: fx.Node) -> None:
 
 
 def has_float_input(module: fx.GraphModule) -> bool:
-    """Whether a Python float that varies from call to call is an input: torch must not keep the code of such a graph.
+    """Return whether a Python float that varies from call to call is an input: torch must not keep the code of such a
+    graph.
 
     AOTAutograd cannot give every op a tensor instead: the bound of a ``clamp`` is the value that was traced. The guard
     on it is missing in torch's compile cache, where the entry is found for every other value (pytorch#194976, wrong in
@@ -225,13 +226,13 @@ def never_a_root_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def current_frame_id() -> str:
-    """The id of the frame that Dynamo is compiling, "" outside a compile."""
+    """Return the id of the frame that Dynamo is compiling, "" outside a compile."""
     compile_id = CompileContext.current_compile_id()
     return str(compile_id).split("/")[0] if compile_id is not None else ""
 
 
 def compiles_backward() -> bool:
-    """Whether the graph that Dynamo compiles now is a backward that compiled autograd traced.
+    """Return whether the graph that Dynamo compiles now is a backward that compiled autograd traced.
 
     Gradients are on where such a backward computes a checkpointed forward again.
     """
@@ -239,8 +240,9 @@ def compiles_backward() -> bool:
 
 
 def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
-    """The modules among the variables of the frame that Dynamo is compiling, each with whether it is the module whose
-    call is compiled: "self" up to torch 2.13; from 2.15 on a method of it, "fn"."""
+    """Yield the modules among the variables of the frame that Dynamo is compiling, each with whether it is the module
+    whose call is compiled: "self" up to torch 2.13; from 2.15 on a method of it, "fn".
+    """
     try:
         variables = dict(InstructionTranslator.current_tx().output.local_scope)
     except AttributeError:  # outside a compile
@@ -249,7 +251,9 @@ def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
 
 
 def _modules_among(variables: Mapping[str, Any]) -> Iterator[tuple[torch.nn.Module, bool]]:
-    """Those that exist: ``self`` of an ``__init__``, a frame of its own if a call makes modules, holds none yet."""
+    """Yield those that exist: ``self`` of an ``__init__``, a frame of its own if a call makes modules,
+    holds none yet.
+    """
     for name, value in variables.items():
         owner = getattr(value, "__self__", None) if name == "fn" else value
         if isinstance(owner, torch.nn.Module) and hasattr(owner, "_modules"):
@@ -293,7 +297,7 @@ class _StartCallbacks(list[Callable[[Any], None]]):
 
 
 def modules_on_stack() -> list[torch.nn.Module]:
-    """The modules whose methods are running in this thread, the outermost first, each once.
+    """Return the modules whose methods are running in this thread, the outermost first, each once.
 
     torch passes the module that is called neither to a backend nor to the code that it compiled.
     """
@@ -351,7 +355,7 @@ def trace_again(reason: str) -> NoReturn:
 
 
 def backend_of_frame() -> Any:
-    """The backend for which Dynamo is tracing a frame."""
+    """Return the backend for which Dynamo is tracing a frame."""
     return innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
 
 
@@ -362,7 +366,7 @@ def register_backend(backend: Any, name: str) -> None:
 
 
 def cuda_interface() -> Any:
-    """The interface through which torch's compilers query CUDA devices: a class, with a class ``Worker`` in it."""
+    """Give the interface through which torch's compilers query CUDA devices: a class, with a class ``Worker`` in it."""
     return device_interface.CudaInterface
 
 

@@ -96,7 +96,7 @@ def later(context: TracingContext | None) -> contextlib.AbstractContextManager[A
 
 
 def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> Any:
-    """The stand-in for the graph input ``node`` when its graph is traced again later, in ``context``.
+    """Return the stand-in for the graph input ``node`` when its graph is traced again later, in ``context``.
 
     With ``dynamic=True`` Dynamo turns Python floats into tensors of one element, and the graph calls ``.item()`` on
     them. A fake tensor knows that item as a symbol, but loses it when it is moved to another fake mode.
@@ -110,12 +110,13 @@ def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> A
 
 
 def called_to_trace(args: Sequence[Any]) -> bool:
-    """Whether compiled code is called on fake tensors, while Dynamo still compiles: DDPOptimizer does that."""
+    """Return whether compiled code is called on fake tensors, while Dynamo still compiles: DDPOptimizer does that."""
     return TracingContext.try_get() is not None and any(isinstance(x, FakeTensor) for x in args)
 
 
 def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
-    """Whether Dynamo made ``fake`` from ``tensor``: DDPOptimizer gives a backend such fakes in place of parameters.
+    """Return whether Dynamo made ``fake`` from ``tensor``: DDPOptimizer gives a backend such fakes in place of
+    parameters.
 
     The fake mode remembers it, in both directions, but only privately.
     """
@@ -177,7 +178,7 @@ def without_device_guards() -> Generator[None]:
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a subclass like torchao's wraps, to the innermost; none of a plain tensor."""
+    """Return the tensors that a subclass like torchao's wraps, to the innermost; none of a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
     parts = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]

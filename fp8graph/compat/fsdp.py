@@ -54,7 +54,9 @@ def gathered() -> dict[int, Any]:
 
 
 def whole_parameters(module: torch.nn.Module) -> dict[int, tuple[Tensor, torch.dtype]]:
-    """The whole parameters that FSDP2 gathers for calls of ``module``, by the id of their shards, with their dtype."""
+    """Return the whole parameters that FSDP2 gathers for calls of ``module``, by the id of their shards, with their
+    dtype.
+    """
     inside, by_id = set(module.modules()), dict[int, tuple[Tensor, torch.dtype]]()
     for sharded in gathered().values():
         if sharded._module_info.module in inside:
@@ -63,7 +65,7 @@ def whole_parameters(module: torch.nn.Module) -> dict[int, tuple[Tensor, torch.d
 
 
 def gathers_in_fp8(module: torch.nn.Module) -> bool:
-    """Whether FSDP2 gathers a parameter of ``module`` by functions that :func:`attach` gave it."""
+    """Return whether FSDP2 gathers a parameter of ``module`` by functions that :func:`attach` gave it."""
     inside = set(module.modules())
     return any(
         sharded._module_info.module in inside and owner_of(sharded) is not None for sharded in gathered().values()
@@ -78,7 +80,7 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class of ``module`` as its author wrote it: FSDP2 gives what it shards a subclass."""
+    """Return the class of ``module`` as its author wrote it: FSDP2 gives what it shards a subclass."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not dist.is_available() or not isinstance(module, fsdp.FSDPModule):
         return type(module)
@@ -86,7 +88,7 @@ def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def meshes(module: torch.nn.Module) -> Iterator[Any]:
-    """The DeviceMesh of each parameter of ``module`` that FSDP2 shards, also while the whole ones are there."""
+    """Yield the DeviceMesh of each parameter of ``module`` that FSDP2 shards, also while the whole ones are there."""
     inside = set(module.modules())
     for sharded in _sharded_parameters():
         if sharded._module_info.module in inside:
@@ -99,7 +101,7 @@ def _sharded_parameters() -> Iterator[Any]:
 
 
 def _groups() -> Iterator[Any]:
-    """The sets of parameters that FSDP2 gathers together."""
+    """Yield the sets of parameters that FSDP2 gathers together."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
     if fsdp is None or not dist.is_available():
         return
@@ -117,7 +119,9 @@ def _groups() -> Iterator[Any]:
 
 
 def why_not_in_fp8(sharded: Any) -> str | None:
-    """The reason for which FSDP2 cannot gather a parameter through our functions, or None. The same on all ranks."""
+    """Return the reason for which FSDP2 cannot gather a parameter through our functions, or None. The same on all
+    ranks.
+    """
     if missing := _missing(sharded):
         return f"torch {torch.__version__} has no FSDPParam.{missing}"
     if hasattr(shard_of(sharded), _BEFORE) and owner_of(sharded) is None:
@@ -152,22 +156,22 @@ def facts(sharded: Any) -> Shard:
 
 
 def shard_of(sharded: Any) -> Tensor:
-    """The rows of this rank."""
+    """Return the rows of this rank."""
     return getattr(sharded.sharded_param, SHARD)
 
 
 def whole_of(sharded: Any) -> Tensor:
-    """The whole parameter, whether it is there now or not: an object that stays the same from gather to gather."""
+    """Give the whole parameter, whether it is there now or not: an object that stays the same from gather to gather."""
     return sharded._unsharded_param
 
 
 def group_of(sharded: Any) -> Any:
-    """The tensors that FSDP2 gathers together with the parameter."""
+    """Return the tensors that FSDP2 gathers together with the parameter."""
     return next(group for group in _groups() if sharded in group.fsdp_params)
 
 
 def is_kept(group: Any) -> bool:
-    """Whether the whole parameters of ``group`` stay after forward: backward does not gather them again.
+    """Return whether the whole parameters of ``group`` stay after forward: backward does not gather them again.
 
     That is the default for the last module that ``fully_shard`` wrapped. The parameters do not know it.
     """
@@ -175,17 +179,17 @@ def is_kept(group: Any) -> bool:
 
 
 def is_for_backward(group: Any) -> bool:
-    """Whether the gather of ``group`` that begins now is for backward. A forward that is run again is none."""
+    """Return whether the gather of ``group`` that begins now is for backward. A forward that is run again is none."""
     return _read(group, "_training_state").name == "PRE_BACKWARD"
 
 
 def is_gathered(sharded: Any) -> bool:
-    """Whether the whole parameter is there now."""
+    """Return whether the whole parameter is there now."""
     return sharded.sharded_state.name != "SHARDED"
 
 
 def owner_of(sharded: Any) -> Any:
-    """The object for which :func:`attach` was called; None if FSDP2 gathers the parameter as it is."""
+    """Return the object for which :func:`attach` was called; None if FSDP2 gathers the parameter as it is."""
     return getattr(getattr(shard_of(sharded), _BEFORE, None), _OWNER, None)
 
 
@@ -243,7 +247,9 @@ def gather_as_stored(modules: Collection[torch.nn.Module]) -> None:
 
 
 def _as_stored(sharded: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions of :func:`attach` that send the rows of this rank, padded to those of the first, as bytes."""
+    """Return the two functions of :func:`attach` that send the rows of this rank, padded to those of the first, as
+    bytes.
+    """
     dtype = shard_of(sharded).dtype
 
     def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], None]:
@@ -293,7 +299,7 @@ def free(x: Tensor) -> None:
 
 
 def view_of(memory: Tensor, size: torch.Size) -> Tensor:
-    """A tensor of this size at the beginning of ``memory``, without autograd's knowledge of views."""
+    """Return a tensor of this size at the beginning of ``memory``, without autograd's knowledge of views."""
     strides = torch.empty(size, device="meta").stride()
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(memory.untyped_storage(), 0, size, strides)
 
@@ -318,7 +324,7 @@ def _read(owner: Any, name: str) -> Any:
 
 
 def _missing(sharded: Any) -> str:
-    """The first attribute that this torch's parameters lack, "" if none; some are declared, and set by a gather."""
+    """Get the first attribute that this torch's parameters lack, "" if none; some are declared, and set by a gather."""
     return next((name for name in _NEEDED if not hasattr(sharded, name) and not _declares(sharded, name)), "")
 
 

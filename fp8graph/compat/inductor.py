@@ -66,7 +66,8 @@ def erase_unused(graph: fx.Graph) -> None:
 
 
 def draws_as_eager() -> tuple[dict[str, Any], dict[Any, Callable[..., Any]]]:
-    """The options and decompositions of ``compile_fx`` for a graph that draws the random numbers of the eager program.
+    """Return the options and decompositions of ``compile_fx`` for a graph that draws the random numbers of the eager
+    program.
 
     Inductor's own choices draw others, at other places: ``rand(...) < p`` for a mask, seeds for its kernels; on a CPU
     its table has ``bernoulli`` and ``rrelu`` even under ``fallback_random``.
@@ -89,7 +90,7 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """The Inductor options that rewritten graphs need on the target, or on the device of the inputs.
+    """Return the Inductor options that rewritten graphs need on the target, or on the device of the inputs.
 
     A graph for a GPU may run on a CPU, and then gets the options of both.
     """
@@ -229,7 +230,7 @@ def fix_nested_scatter() -> None:
 
 
 def nested_fusions() -> list[tuple[Any, str]]:
-    """The class and the name of each method of Inductor that decides on fusing with a reduction of tiles."""
+    """Return the class and the name of each method of Inductor that decides on fusing with a reduction of tiles."""
     methods = (
         *(("NestedReduction", "can_fuse"), ("FusedNestedReductions", "can_fuse_with")),  # torch 2.13
         *(("NestedReduction", "plan"), ("FusedNestedReductions", "_plan_fusion_with")),  # torch 2.15
@@ -299,12 +300,12 @@ def fix_large_casts() -> None:
 
 
 def _stored(node: Any) -> list[Any]:
-    """The buffers that the loops of a scheduler's node write."""
+    """Return the buffers that the loops of a scheduler's node write."""
     return [buffer.node for part in node.get_nodes() for buffer in part.get_outputs()]
 
 
 def _is_large(each: Any) -> bool:
-    """Whether a buffer, or a dependency on one, is of ``LARGE`` elements or more."""
+    """Return whether a buffer, or a dependency on one, is of ``LARGE`` elements or more."""
     return V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE
 
 
@@ -313,7 +314,7 @@ def _is_cast(buffer: Any) -> bool:
 
 
 def _blocks(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
-    """The blocks of a kernel; nothing: Inductor is to try some."""
+    """Return the blocks of a kernel; nothing: Inductor is to try some."""
     stored = [buffer for node in features.scheduler_nodes() for buffer in _stored(node)]
     casts = sum(_is_cast(buffer) and _is_large(buffer) for buffer in stored)
     if not features.is_reduction():
@@ -322,7 +323,7 @@ def _blocks(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _of_amax(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
-    """The blocks of a loop that takes amaxes of long rows; nothing: it is another one.
+    """Return the blocks of a loop that takes amaxes of long rows; nothing: it is another one.
 
     Inductor has one configuration for it: 4 numbers for each thread, loads of 8 bytes, and too few bytes under way.
     Each thread gets 8 of bf16 here, 16 bytes. A loop that reads three tensors (SwiGLU's gradient) has more registers
@@ -341,7 +342,7 @@ def _of_amax(features: Any, tiling: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _of_tiles(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, int]:
-    """The blocks of a kernel without reductions; nothing: Inductor is to try some.
+    """Return the blocks of a kernel without reductions; nothing: Inductor is to try some.
 
     A norm reads a number for each row and one for each column, too: half as many warps. SwiGLU reads two tensors and
     makes one: larger tiles.
@@ -359,12 +360,12 @@ def _of_tiles(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str,
 
 
 def _reads(features: Any) -> set[Any]:
-    """The reads of a kernel: one tensor at several places is several."""
+    """Return the reads of a kernel: one tensor at several places is several."""
     return {dependency for node in features.scheduler_nodes() for dependency in node.read_writes.reads}
 
 
 def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, int]:
-    """The blocks of a loop along rows that stores them transposed, too; nothing: Inductor is to try some."""
+    """Return the blocks of a loop along rows that stores them transposed, too; nothing: Inductor is to try some."""
     rows, columns = tiling.get("x"), tiling.get("r0_")
     if len(tiling) > 2 or not isinstance(rows, int | sympy.Integer) or not isinstance(columns, int | sympy.Integer):
         return {}
@@ -377,7 +378,7 @@ def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, 
 
 
 def _is_tiled(tiling: Mapping[str, Any], tile: int) -> bool:
-    """Whether a kernel's programs are tiles of two dimensions that can be ``tile`` wide and high."""
+    """Return whether a kernel's programs are tiles of two dimensions that can be ``tile`` wide and high."""
     y, x = tiling.get("y"), tiling.get("x")
     if "z" in tiling or not isinstance(y, int | sympy.Integer) or not isinstance(x, int | sympy.Integer):
         return False
@@ -385,7 +386,7 @@ def _is_tiled(tiling: Mapping[str, Any], tile: int) -> bool:
 
 
 def _stores_to_places(node: Any) -> bool:
-    """Whether some loop of a scheduler's node stores to places that it computes."""
+    """Return whether some loop of a scheduler's node stores to places that it computes."""
     return any(isinstance(getattr(part.node, "data", None), ir.Scatter) for part in node.get_nodes())
 
 
@@ -409,12 +410,12 @@ def fix_flex_attention_packing() -> None:
 
 
 def option_names() -> set[str]:
-    """The names of all options of Inductor."""
+    """Return the names of all options of Inductor."""
     return set(torch._inductor.list_options())
 
 
 def options_of_mode(mode: str) -> dict[str, Any]:
-    """The options that a mode of ``torch.compile`` stands for.
+    """Return the options that a mode of ``torch.compile`` stands for.
 
     Raises:
         KeyError: for another mode, with the names of all.
@@ -463,7 +464,7 @@ def lower_to_join(op: Any) -> None:
 
 
 def _is_computed(x: Any) -> bool:
-    """Whether ``x`` is an expression that is not in memory, and more than a cast."""
+    """Return whether ``x`` is an expression that is not in memory, and more than a cast."""
     while isinstance(x, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
         x = x.data
     return isinstance(x, ir.Pointwise) and x.inner_fn_opcount().num_ops > 2
@@ -524,7 +525,7 @@ def lower_to_maximum(op: Any, few: int) -> None:
 
 
 def replaces(op: Any) -> bool:
-    """Whether Inductor's code computes ``op`` without calling it: it also keeps those that it had to call once."""
+    """Give whether Inductor's code computes ``op`` without calling it: it also keeps those that it had to call once."""
     return op in lowerings and op not in fallbacks
 
 
@@ -598,12 +599,12 @@ def has_triton() -> bool:
 
 
 def writes_tiles(device: torch.device) -> bool:
-    """Whether Triton kernels that are written by hand run there: on GPUs of the kinds that were measured."""
+    """Return whether Triton kernels that are written by hand run there: on GPUs of the kinds that were measured."""
     return _capability(device) in MEASURED and has_triton()
 
 
 def rounds_between() -> bool:
-    """Whether generated code rounds to the narrow types between fused operations, as eager code does."""
+    """Return whether generated code rounds to the narrow types between fused operations, as eager code does."""
     return bool(default_option("emulate_precision_casts"))
 
 
@@ -666,12 +667,12 @@ SATURATING: Final = (torch.float8_e4m3fn, torch.float8_e5m2)  # in PTX, where it
 
 
 def _has_fp8_casts(device: torch.device) -> bool:
-    """Whether Triton casts to FP8 by PTX's ``cvt.rn.satfinite``: from compute capability 8.9 on."""
+    """Return whether Triton casts to FP8 by PTX's ``cvt.rn.satfinite``: from compute capability 8.9 on."""
     return _capability(device) >= 89
 
 
 def _capability(device: torch.device) -> int:
-    """The compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
+    """Return the compute capability of an NVIDIA GPU, 90 for 9.0; 0 for other devices."""
     capability = None if device.type == "cpu" else DeviceProperties.create(device).cc
     return capability if isinstance(capability, int) else 0
 

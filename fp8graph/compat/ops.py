@@ -183,18 +183,18 @@ def raise_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def schema(op: Any) -> Any:
-    """The schema of an op: its arguments and returns, with types and aliases."""
+    """Return the schema of an op: its arguments and returns, with types and aliases."""
     return cast(OpOverload, op)._schema
 
 
 @functools.cache
 def _arguments_of(op: Any) -> list[tuple[str, Any]]:
-    """The names and defaults of an op's arguments. A schema makes them anew each time it is read."""
+    """Return the names and defaults of an op's arguments. A schema makes them anew each time it is read."""
     return [(argument.name, argument.default_value) for argument in schema(op).arguments]
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op's node by name, in the order of its schema, its defaults included."""
+    """Return the arguments of an op's node by name, in the order of its schema, its defaults included."""
     named: dict[str, Any] = {}
     args, kwargs = node.args, node.kwargs
     for position, (name, default) in enumerate(_arguments_of(node.target)):

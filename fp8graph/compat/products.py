@@ -61,7 +61,7 @@ def _as_if_dense(args: Sequence[Any], out: Any) -> int:
 
 
 def _by_rows_of_second(args: Sequence[Any], out: Any) -> int:
-    """The same, of a second tensor behind which others may come."""
+    """Return the same, of a second tensor behind which others may come."""
     return _as_if_dense(args[:2], out)
 
 
@@ -77,7 +77,7 @@ def _added_up(args: Sequence[Any], _out: Any) -> int:
 
 
 def _trilinear(args: Sequence[Any], _out: Any) -> int:
-    """The product of three tensors that are broadcast to one shape, and then summed."""
+    """Return the product of three tensors that are broadcast to one shape, and then summed."""
     shapes = [list(shape) for shape in args[:3]]
     for shape, dims in zip(shapes, args[3:6], strict=True):
         for dim in dims:
@@ -106,7 +106,7 @@ def _logits(args: Sequence[Any], _out: Any) -> int:
 
 
 def _logits_and_gradients(args: Sequence[Any], out: Any) -> int:
-    """The same, and the gradients of its operands that are computed at once: two of the last three arguments."""
+    """Return the same, and the gradients of its operands that are computed at once: two of the last three arguments."""
     return _logits(args, out) * (1 + sum(map(bool, args[-3:-1])))
 
 
@@ -188,7 +188,7 @@ def _packet(op: Any) -> Any:
 
 
 def operation_of(op: Any) -> Operation | None:
-    """The product that ``op`` computes; None if it multiplies no matrices, as far as torch knows.
+    """Return the product that ``op`` computes; None if it multiplies no matrices, as far as torch knows.
 
     A custom op is one if its FLOPs are registered (``torch.utils.flop_counter.register_flop_formula``).
     """
@@ -208,7 +208,7 @@ def _of_registry(name: str, registered: Any) -> Operation:
 
 
 def _with_sizes(registered: Any) -> Counter | None:
-    """A formula of the registry that reads sizes; None: it reads tensors, which may have none."""
+    """Return a formula of the registry that reads sizes; None: it reads tensors, which may have none."""
     if not hasattr(registered, "__wrapped__"):
         return None
 
@@ -219,13 +219,13 @@ def _with_sizes(registered: Any) -> Counter | None:
 
 
 def is_of_torch(op: Any) -> bool:
-    """Whether ``op`` is torch's or ours, so that its products are listed here."""
+    """Return whether ``op`` is torch's or ours, so that its products are listed here."""
     if isinstance(op, OpOverload):
         return op.namespace in _OF_TORCH
     return not str(getattr(op, "__name__", "")).startswith(_OTHER_HIGHER_ORDER)
 
 
 def was_product(node: fx.Node) -> bool:
-    """Whether ``node`` sums the products of the elements that a decomposition made of a matrix product."""
+    """Return whether ``node`` sums the products of the elements that a decomposition made of a matrix product."""
     original = _packet(node.meta.get("original_aten"))
     return str(_packet(node.target)) == "aten.sum" and str(original) in _TAKEN_APART

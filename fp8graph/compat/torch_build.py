@@ -32,7 +32,9 @@ CPP_ROUNDS_BETWEEN: Final = torch.__version__ >= "2.13"
 
 @functools.cache
 def multiplies_bf16_on_cpu() -> bool:
-    """Whether oneDNN has a bf16 GEMM for this CPU (AVX-512 or later; some Arm). torch's own loop takes far longer."""
+    """Return whether oneDNN has a bf16 GEMM for this CPU (AVX-512 or later; some Arm). torch's own loop takes far
+    longer.
+    """
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

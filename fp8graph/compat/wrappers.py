@@ -99,12 +99,13 @@ def before_calls(module: torch.nn.Module, act: Callable[[], bool]) -> None:
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile(module)`` wraps; any other as it is."""
+    """Return the module that ``torch.compile(module)`` wraps; any other as it is."""
     return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
 
 
 def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
-    """The module called ``fqn`` under ``module``. Wrappers of ``torch.compile`` on the way, and its own, are skipped.
+    """Return the module called ``fqn`` under ``module``. Wrappers of ``torch.compile`` on the way, and its own, are
+    skipped.
 
     Raises:
         AttributeError: there is none.
@@ -116,7 +117,9 @@ def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
 
 
 def name_in_original(fqn: str) -> str:
-    """A name without the parts of wrappers: of ``torch.compile``, and of ``checkpoint_wrapper`` (torchtitan's way)."""
+    """Return a name without the parts of wrappers: of ``torch.compile``, and of ``checkpoint_wrapper`` (torchtitan's
+    way).
+    """
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
 
 
@@ -126,7 +129,7 @@ def undo_compile_in_place(module: torch.nn.Module) -> None:
 
 
 def orig_backend(compiled: Any) -> Any:
-    """The backend callable behind a compiled module or function, or None.
+    """Return the backend callable behind a compiled module or function, or None.
 
     torch keeps it in a chain of wrappers: OptimizedModule -> context -> callback -> ... -> backend.
     """
@@ -146,19 +149,19 @@ def orig_backend(compiled: Any) -> Any:
 
 
 def innermost_backend(wrapper: Any) -> Any:
-    """The backend in a chain of Dynamo's wrappers."""
+    """Return the backend in a chain of Dynamo's wrappers."""
     while hasattr(wrapper, "_torchdynamo_orig_backend"):
         wrapper = wrapper._torchdynamo_orig_backend
     return wrapper
 
 
 def is_fp8graph(backend: Any) -> bool:
-    """Whether a backend, by name or not, as Dynamo's wrappers hold it is one of fp8graph's."""
+    """Return whether a backend, by name or not, as Dynamo's wrappers hold it is one of fp8graph's."""
     return hasattr(getattr(backend, "compiler_fn", backend), "backends_for")
 
 
 def fp8graph_backends(wrapper: Any) -> Any:
-    """The Backend (or ModelBackends) behind a callable of torch, which wraps names and callables; or None."""
+    """Return the Backend (or ModelBackends) behind a callable of torch, which wraps names and callables; or None."""
     choose = getattr(getattr(wrapper, "compiler_fn", wrapper), "backends_for", None)
     if choose is None:
         return None
@@ -168,7 +171,8 @@ def fp8graph_backends(wrapper: Any) -> Any:
 
 
 def calling_wrapper() -> Any:
-    """The callable that ``torch.compile`` made for a backend by name, if it called the caller's caller; else None.
+    """Return the callable that ``torch.compile`` made for a backend by name, if it called the caller's caller; else
+    None.
 
     Two calls of ``torch.compile(backend="fp8graph")`` differ in nothing else: the backend gets only the options.
     """

@@ -55,7 +55,7 @@ def use_decode_attention(model: nn.Module) -> None:
 
 
 def _other_than_keys(model: PreTrainedModel) -> str | None:
-    """The first layer of the model's cache that keeps more than keys and values, by name."""
+    """Return the first layer of the model's cache that keeps more than keys and values, by name."""
     layers = DynamicCache(config=model.config.get_text_config()).layers
     return next((type(layer).__name__ for layer in layers if type(layer) not in (*QUANTIZED, *AS_THEY_ARE)), None)
 

@@ -121,7 +121,7 @@ class GradientWire:
         return buffer
 
     def _reduced(self, x: Tensor, group: Any) -> Tensor:
-        """The sum over ranks, FP32 [numbers], of this rank's part of ``x`` [ranks * numbers]."""
+        """Return the sum over ranks, FP32 [numbers], of this rank's part of ``x`` [ranks * numbers]."""
         ranks = dist.get_world_size(group)
         sent = to_bytes(x.view(ranks, -1), self.dtype)
         received = torch.empty_like(sent)
@@ -143,7 +143,7 @@ def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def from_bytes(message: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of :func:`to_bytes`: FP32 [messages, numbers]."""
+    """Return the inverse of :func:`to_bytes`: FP32 [messages, numbers]."""
     blocks = -(-numbers // _BLOCK)
     data, scale_inv = message.split([blocks * _BLOCK, blocks * _SCALE_BYTES], 1)
     values = data.contiguous().view(dtype).view(-1, _BLOCK)

@@ -64,7 +64,7 @@ class HeadScales:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> HeadScales:
-        """The scales of keys and values among the tensors of a checkpoint: scalars or [heads].
+        """Return the scales of keys and values among the tensors of a checkpoint: scalars or [heads].
 
         They are called ``model.layers.0.self_attn.k_scale`` or ``.k_proj.k_scale`` (compressed-tensors, ModelOpt),
         ``.attn.k_scale`` (vLLM), ``.k_proj.output_scale`` (Quark, AutoFP8), ``.k_cache.scale`` (Hunyuan), and so for
@@ -105,7 +105,7 @@ class HeadScales:
         return HeadScales({index: (both["k"], both["v"]) for index, both in sorted(scales.items())})
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The scales by name, for a file: ``layers.0.k_scale``, ..."""
+        """Return the scales by name, for a file: ``layers.0.k_scale``, ..."""
         return {
             f"layers.{index}.{name}_scale": scale
             for index, both in self.layers.items()
@@ -157,7 +157,7 @@ class FixedScales:
 
 
 def _of_data(name: str) -> Any:
-    """The attribute or method of an ``Fp8Layer`` that its layer of bytes has."""
+    """Return the attribute or method of an ``Fp8Layer`` that its layer of bytes has."""
 
     def read(self: Fp8Layer) -> Any:
         return getattr(self.data, name)
@@ -166,7 +166,7 @@ def _of_data(name: str) -> Any:
 
 
 def _on_both(method: str) -> Any:
-    """The method of an ``Fp8Layer`` that calls ``method`` of both layers."""
+    """Return the method of an ``Fp8Layer`` that calls ``method`` of both layers."""
 
     def call(self: Fp8Layer, *args: Any) -> None:
         self._both(method, *args)
@@ -263,7 +263,7 @@ class Fp8Layer(CacheLayerMixin):
             )
 
     def _quantized(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """The bytes of both, and the scales of the new tokens, where tokens have scales."""
+        """Return the bytes of both, and the scales of the new tokens, where tokens have scales."""
         if isinstance(self.scales, FixedScales):
             made = (self.scales.quantized(keys, self.scales.keys), self.scales.quantized(values, self.scales.values))
             return [data.view(torch.uint8) for data in made]
@@ -335,7 +335,7 @@ class Fp8Layer(CacheLayerMixin):
 def calibrate_head_scales(
     model: nn.Module, batches: Iterable[Tensor | Mapping[str, Any]], *, margin: float = 1.0
 ) -> HeadScales:
-    """The scales with which the largest key and value of each head, in these texts, become 448 / ``margin``.
+    """Return the scales with which the largest key and value of each head, in these texts, become 448 / ``margin``.
 
     Args:
         model: a causal language model of transformers, in high precision or not.
@@ -363,7 +363,7 @@ def calibrate_head_scales(
 
 
 def cache_argument(model: nn.Module) -> str:
-    """The argument by which ``model`` takes a cache: transformers 5.24 renamed it to "cache"."""
+    """Return the argument by which ``model`` takes a cache: transformers 5.24 renamed it to "cache"."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

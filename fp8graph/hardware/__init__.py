@@ -28,7 +28,8 @@ EXAMPLES: Final = tuple(name for vendor in VENDORS for name in vendor.examples)
 
 
 def from_target(target: str, device_name: str = "") -> Hardware:
-    """The hardware named by ``target``: "cpu", a GPU like "sm_90" or "gfx942", or a calibration (``Speed.load``).
+    """Return the hardware named by ``target``: "cpu", a GPU like "sm_90" or "gfx942", or a calibration
+    (``Speed.load``).
 
     Raises:
         ConfigError: (a ``ValueError``) for anything else.
@@ -47,18 +48,18 @@ def _named(target: str, device_name: str = "") -> Hardware | None:
 
 
 def current_device() -> torch.device:
-    """The device that a model will most likely run on: the GPU, if it is one of ``VENDORS``, or the CPU."""
+    """Return the device that a model will most likely run on: the GPU, if it is one of ``VENDORS``, or the CPU."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
     return gpu if gpu is not None and vendor_of(gpu) in VENDORS else torch.device("cpu")
 
 
 def of_machine() -> Hardware:
-    """The hardware behind :func:`current_device`."""
+    """Return the hardware behind :func:`current_device`."""
     return of_device(current_device())
 
 
 def device_name(device: torch.device) -> str:
-    """The vendor's name of a device, like "NVIDIA H100"; that of its type if it has none."""
+    """Return the vendor's name of a device, like "NVIDIA H100"; that of its type if it has none."""
     named: Any = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if named is None else named(device)
 
@@ -70,12 +71,14 @@ def bf16_sheet(name: str) -> float | None:
 
 
 def of_device(device: torch.device) -> Hardware:
-    """The hardware behind ``device``; there is none behind meta tensors."""
+    """Return the hardware behind ``device``; there is none behind meta tensors."""
     return (Hardware if device.type == "meta" else vendor_of(device)).of_device(device)
 
 
 def vendor_of(device: torch.device) -> type[Hardware]:
-    """The vendor whose kernels run on ``device``, or the base class, which has none. Meta tensors stand for a GPU's."""
+    """Return the vendor whose kernels run on ``device``, or the base class, which has none. Meta tensors stand for a
+    GPU's.
+    """
     return next((vendor for vendor in VENDORS if vendor.runs(device)), Hardware)
 
 
@@ -110,7 +113,7 @@ class Support:
 
 
 def supports(recipe: RecipeLike, target: str | None = None) -> Support:
-    """Whether ``target`` has GEMMs for ``recipe``, before any model is compiled.
+    """Return whether ``target`` has GEMMs for ``recipe``, before any model is compiled.
 
     Args:
         recipe: a recipe, or its name.

@@ -43,17 +43,17 @@ class Hardware:
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
-        """The vendor's device that is called ``target``; None if the vendor has no device of that name."""
+        """Return the vendor's device that is called ``target``; None if the vendor has no device of that name."""
         return None
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """The hardware behind a torch device on which the vendor's kernels run."""
+        """Return the hardware behind a torch device on which the vendor's kernels run."""
         return cls(name=f"device {device.type!r}")
 
     @classmethod
     def runs(cls, device: torch.device) -> bool:
-        """Whether the vendor's kernels run on ``device``. Meta tensors stand for those of a GPU."""
+        """Return whether the vendor's kernels run on ``device``. Meta tensors stand for those of a GPU."""
         return False
 
     # Decisions for a device.
@@ -69,15 +69,15 @@ class Hardware:
         return "tensorwise"
 
     def multiplies(self, scaling: str) -> bool:
-        """Whether it has a GEMM for operands of a kind of scaling, of some types and sizes."""
+        """Return whether it has a GEMM for operands of a kind of scaling, of some types and sizes."""
         return SCALINGS[scaling].gemm in self.scalings
 
     def device_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that the device uses in place of one that recipes name."""
+        """Return the type that the device uses in place of one that recipes name."""
         return dtype
 
     def quantizer(self, recipe: Recipe, operand: OperandName) -> Quantizer:
-        """The quantizer of ``operand`` under ``recipe`` on this device.
+        """Return the quantizer of ``operand`` under ``recipe`` on this device.
 
         If the device has a GEMM for that kind of scaling, the operand gets the device's own type. Otherwise it is
         decoded before the GEMM, and gets the recipe's type.
@@ -88,11 +88,11 @@ class Hardware:
         return replace(quantizer, dtype=own) if changes else quantizer
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-        """The multiples to which m, n and k of a native GEMM [m, k] @ [k, n] are padded, with zeros."""
+        """Return the multiples to which m, n and k of a native GEMM [m, k] @ [k, n] are padded, with zeros."""
         return self.alignments.get(SCALINGS[a.scaling].gemm, (1, 1, 1))
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
-        """The reason for which the device cannot multiply ``a @ b`` natively; None if it can."""
+        """Return the reason for which the device cannot multiply ``a @ b`` natively; None if it can."""
         kind = SCALINGS[a.scaling]
         if self.is_gpu and not self.scalings and not grouped:
             return f"{self.name} {NO_FP8}"
@@ -108,11 +108,11 @@ class Hardware:
         return {}
 
     def why_not_grouped(self, gemm: str) -> str | None:
-        """The reason why torch has no grouped kernel for it, if that is known."""
+        """Return the reason why torch has no grouped kernel for it, if that is known."""
         return None
 
     def evidence_without_device(self, gemm: str, *, grouped: bool = False) -> str:
-        """The evidence for a kernel of the device, where we have run it on no such device; "": none is needed."""
+        """Give the evidence for a kernel of the device, where we have run it on no such device; "": none is needed."""
         return ""
 
     @property
@@ -121,33 +121,37 @@ class Hardware:
         return {}
 
     def emulation_dtype(self, operands: Sequence[Quantizer], out_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which decoded ``operands`` are multiplied; the result is rounded once, to ``out_dtype``."""
+        """Give the dtype in which decoded ``operands`` are multiplied; the result is rounded once, to ``out_dtype``."""
         return torch.float32
 
     def most_rows_of_small_tiles(self, scaling: str) -> int:
-        """The number of rows up to which smaller tiles, of another form of the operands, are faster; 0: none are."""
+        """Return the number of rows up to which smaller tiles, of another form of the operands, are faster; 0: none
+        are.
+        """
         return 0
 
     # The multiplication.
 
     @classmethod
     def adds(cls, gemm: str) -> bool:
-        """Whether that kernel can add its result to an FP32 tensor."""
+        """Return whether that kernel can add its result to an FP32 tensor."""
         return False
 
     @classmethod
     def custom_gemm(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
-        """An op of fp8graph's own that multiplies such operands fastest: of a, b, both scales and the bias."""
+        """Return an op of fp8graph's own that multiplies such operands fastest: of a, b, both scales and the bias."""
         return None
 
     @classmethod
     def order_of_groups(cls, gemm: str) -> str:
-        """The order in which that grouped kernel reads the scales of tiles (``group_blocks``); "": one for each row."""
+        """Return the order in which that grouped kernel reads the scales of tiles (``group_blocks``); "": one for each
+        row.
+        """
         return ""
 
     @classmethod
     def scale_order(cls, gemm: str, block: Sequence[int]) -> str:
-        """The order in which torch._scaled_mm reads the scales of tiles (``numerics.tiles.ordered``)."""
+        """Return the order in which torch._scaled_mm reads the scales of tiles (``numerics.tiles.ordered``)."""
         return ""
 
     @classmethod

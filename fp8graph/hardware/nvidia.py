@@ -139,7 +139,7 @@ class NVIDIA(Hardware):
         return "mxfp8" if "mxfp8" in self.scalings else "tensorwise"
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-        """The multiples that m, n and k must be padded to.
+        """Return the multiples that m, n and k must be padded to.
 
         If one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128,
         k / 128] of that side with rows 16 bytes apart (its documentation, "Scaling factors layouts": L4, k / 128

@@ -78,7 +78,7 @@ class Speed:
 
     @staticmethod
     def load(path: str | Path) -> tuple[str, Speed]:
-        """The target ("sm_90") and its measured speed, as ``fp8graph bench --calibrate`` wrote them.
+        """Return the target ("sm_90") and its measured speed, as ``fp8graph bench --calibrate`` wrote them.
 
         A scaling that the file leaves out (it could not be measured) gets its rate from ``RATES``. A file without
         "host_launch" gets the default.
@@ -101,11 +101,11 @@ class Speed:
         return target, Speed(**speed)
 
     def low_precision_flops(self, kind: Scaling) -> float:
-        """The rate of the GEMMs of ``kind``."""
+        """Return the rate of the GEMMs of ``kind``."""
         return (self.fp4_flops if kind.packed > 1 else self.fp8_flops) * self.rates[kind.name]
 
     def replayed(self) -> Speed:
-        """The same speed in a CUDA graph, where the host launches nothing."""
+        """Return the same speed in a CUDA graph, where the host launches nothing."""
         return dataclasses.replace(self, host_launch=0.0)
 
 
@@ -130,7 +130,7 @@ def of_data_sheet(
 
 
 def of_device_name(device_name: str, boards: Mapping[str, Speed], typical: str | None) -> Speed | None:
-    """The speed of the first of ``boards`` that ``device_name`` names, else that of the ``typical`` one.
+    """Return the speed of the first of ``boards`` that ``device_name`` names, else that of the ``typical`` one.
 
     A laptop's GPU has the name of a board, but not its speed.
     """
@@ -142,7 +142,7 @@ def of_device_name(device_name: str, boards: Mapping[str, Speed], typical: str |
 
 
 def launches_are_replayed(inductor_options: Mapping[str, Any]) -> bool:
-    """Whether Inductor records CUDA graphs: ``mode="reduce-overhead"`` and ``"max-autotune"`` set this option."""
+    """Give whether Inductor records CUDA graphs: ``mode="reduce-overhead"`` and ``"max-autotune"`` set this option."""
     return bool(inductor_options.get("triton.cudagraphs", inductor.default_option("triton.cudagraphs")))
 
 
@@ -159,7 +159,7 @@ class Operand:
 
 
 def gemm_launches(scaling: ScalingName | None = None, operands: tuple[Operand, ...] = ()) -> float:
-    """The kernels of one GEMM in high precision, or in FP8 with its share of the quantizations of ``operands``."""
+    """Give the kernels of one GEMM in high precision, or in FP8 with its share of the quantizations of ``operands``."""
     if scaling is None:
         return 1.0
     kind = SCALINGS[scaling]
@@ -174,7 +174,7 @@ def _launches(operand: Operand, kind: Scaling) -> float:
 
 
 def _apart(operand: Operand) -> bool:
-    """Whether the two layouts are made apart from each other, forward's and backward's."""
+    """Return whether the two layouts are made apart from each other, forward's and backward's."""
     return operand.again and len(operand.layouts) > 1
 
 
@@ -188,7 +188,7 @@ def gemm_seconds(
     operands: tuple[Operand, ...] = (),
     batch: int = 1,
 ) -> float:
-    """The GPU's time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling``, ``operands`` quantized.
+    """Return the GPU's time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling``, ``operands`` quantized.
 
     One kernel multiplies a ``batch`` of them, in high precision.
     """

@@ -33,7 +33,7 @@ _LARGEST = 1 << 28  # bytes of a state: 60,000 tensors with 1,024 amaxes each
 
 
 def state_to_save(model: nn.Module, checkpoint: str) -> BackendState:
-    """The state of the backend behind ``model``.
+    """Return the state of the backend behind ``model``.
 
     Args:
         checkpoint: what it goes into, for the message.
@@ -51,7 +51,7 @@ def state_to_save(model: nn.Module, checkpoint: str) -> BackendState:
 
 
 def state_by_layer(backend: Backend, layers: Iterable[str]) -> dict[str, BackendState]:
-    """The state for torch.distributed.checkpoint, which is refused there if the ranks' states differ."""
+    """Return the state for torch.distributed.checkpoint, which is refused there if the ranks' states differ."""
     return backend.state_dict().by_layer(layers)
 
 
@@ -99,14 +99,14 @@ def missing(backend: Backend, checkpoint: str, saved_with: str = _CALLBACK) -> N
 
 
 def to_text(state: BackendState) -> str:
-    """The state for a JSON file, with a checksum (zlib's)."""
+    """Return the state for a JSON file, with a checksum (zlib's)."""
     file = io.BytesIO()
     torch.save(state, file)
     return base64.b64encode(zlib.compress(file.getvalue())).decode("ascii")
 
 
 def from_text(text: object, checkpoint: str) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`to_text`.
+    """Return the inverse of :func:`to_text`.
 
     Raises:
         StateError: ``text`` is damaged.
@@ -131,7 +131,7 @@ def write_state(state: BackendState, file: Path) -> None:
 
 
 def read_state(file: Path) -> dict[str, Any] | None:
-    """The inverse of :func:`write_state`; None if there is no such file.
+    """Return the inverse of :func:`write_state`; None if there is no such file.
 
     Raises:
         StateError: the file is damaged.

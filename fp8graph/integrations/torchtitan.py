@@ -33,7 +33,7 @@ _NAME: Final = "--override.imports fp8graph.integrations.torchtitan.fp8"
 
 
 def fp8(config: Any, **arguments: Any) -> Any:
-    """The override: ``--override.imports 'fp8graph.integrations.torchtitan.fp8={"policy": "policy.toml"}'``.
+    """Return the override: ``--override.imports 'fp8graph.integrations.torchtitan.fp8={"policy": "policy.toml"}'``.
 
     The blocks that torchtitan compiles (``--compile.enable``) are compiled with fp8graph. ``--compile.backend`` stays
     "inductor", or is a name of fp8graph; the recipe of such a name counts. Other modules (the head) run as before.

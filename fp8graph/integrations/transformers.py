@@ -37,7 +37,7 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         self._model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """The entry in ``trainer_state.json`` for Trainer; ``scaling_state`` is empty before training begins."""
+        """Return the entry in ``trainer_state.json`` for Trainer; ``scaling_state`` is empty before training begins."""
         text = "" if self._model is None else to_text(state_to_save(self._model, "Trainer's checkpoint"))
         return {"args": {}, "attributes": {_KEY: text}}
 

@@ -45,7 +45,7 @@ class ExtraInput:
         return []
 
     def kind(self) -> Any:
-        """A key equal for requests that differ in their owners alone."""
+        """Return a key equal for requests that differ in their owners alone."""
         return type(self)
 
     def renamed(self, rename: Rename) -> Self:

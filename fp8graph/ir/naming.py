@@ -101,7 +101,7 @@ def _steps(text: str) -> list[str]:
 
 
 def _unescaped(bare: str) -> str:
-    """A name that was taken out of the quotes of its ``repr``, in which it had no quote."""
+    """Return a name that was taken out of the quotes of its ``repr``, in which it had no quote."""
     try:
         return cast(str, literal_eval(f"'{bare}'")) if "\\" in bare else bare
     except (SyntaxError, ValueError):
@@ -205,7 +205,7 @@ def _prefixes(parameters: Iterable[Parameter]) -> dict[str, str]:
 
 
 def possible_names(parameters: Collection[Parameter], modules: Iterable[tuple[str, str]]) -> list[str]:
-    """Every name that :func:`names_of` may give a site, in an order that does not depend on bound names.
+    """Return every name that :func:`names_of` may give a site, in an order that does not depend on bound names.
 
     That is each module around a parameter, or a parameter itself, and each module that a node was traced in.
 

@@ -65,7 +65,7 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether the joint graph's node belongs to backward: the gradients of the outputs, and what is tagged so.
+    """Return whether the joint graph's node belongs to backward: the gradients of the outputs, and what is tagged so.
 
     The tag of another input says nothing: in the body of a higher-order op all of them have that of backward.
     """
@@ -75,7 +75,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def runs_without_gradients(node: fx.Node) -> bool:
-    """Whether the node comes from a ``torch.no_grad`` region of a graph that runs with gradients."""
+    """Return whether the node comes from a ``torch.no_grad`` region of a graph that runs with gradients."""
     return bool((node.meta.get("custom") or {}).get(NO_GRAD_KEY))
 
 
@@ -102,22 +102,22 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def known_at_run_time_only(size: int | torch.SymInt) -> bool:
-    """Whether the data decide the size (an unbacked one: rows that a mask selects): no run was traced with it."""
+    """Give whether the data decide the size (an unbacked one: rows that a mask selects): no run was traced with it."""
     return not isinstance(size, int) and bool(free_unbacked_symbols(size))
 
 
 def known_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal in every run. Never adds a guard."""
+    """Return whether two sizes are equal in every run. Never adds a guard."""
     return isinstance(a == b, bool) and a == b or statically_known_true(a == b)
 
 
 def known_at_most(size: int | torch.SymInt, most: int) -> bool:
-    """Whether a size is no larger in any run. Never adds a guard."""
+    """Return whether a size is no larger in any run. Never adds a guard."""
     return size <= most if isinstance(size, int) else statically_known_true(size <= most)
 
 
 def known_contiguous(x: torch.Tensor) -> bool:
-    """Whether ``x`` is contiguous in every run. Never adds a guard, where ``x.is_contiguous()`` does or raises."""
+    """Give whether ``x`` is contiguous in every run. Never adds a guard, where ``x.is_contiguous()`` does or raises."""
     if all(isinstance(size, int) for size in (*x.shape, *x.stride())):
         return x.is_contiguous()
     dense: list[Any] = [1, 1]  # with sizes as they are, and at least 1: strides of torch have one or the other
@@ -135,7 +135,7 @@ def fake_mode_of(node: fx.Node) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the value of ``node`` is a view of its first argument (or may be: reshape)."""
+    """Return whether the value of ``node`` is a view of its first argument (or may be: reshape)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     returns = schema(node.target).returns
@@ -150,7 +150,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def strides_matter(node: fx.Node) -> bool:
-    """Whether ``node`` leaves the graph or is read by an op of another library: both expect the strides it had."""
+    """Give whether ``node`` leaves the graph or is read by an op of another library: both expect the strides it had."""
     return any(getattr(reader.target, "namespace", "") not in _OF_ANY_STRIDES for reader in readers(node))
 
 
@@ -180,7 +180,8 @@ def takes_gradient(node: fx.Node) -> str:
 
 
 def written_as_linear(node: fx.Node) -> bool:
-    """Whether the program wrote the matmul ``node`` as a linear: a Linear module, F.linear, addmm with ``w.t()``.
+    """Return whether the program wrote the matmul ``node`` as a linear: a Linear module, F.linear, addmm with
+    ``w.t()``.
 
     Its right operand is a weight then, wherever that comes from: an argument, a parametrization that reads buffers, a
     parameter under torch.func, the body of a higher-order op, whose inputs do not say what they are.
@@ -211,7 +212,7 @@ def in_order(unordered: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def swaps_last_dims(node: fx.Node) -> bool:
-    """Whether ``node`` is a transpose of the last two dims: t, transpose or permute."""
+    """Return whether ``node`` is a transpose of the last two dims: t, transpose or permute."""
     if node.target not in _TRANSPOSES:
         return False
     ndim = value(cast(fx.Node, node.args[0])).ndim
@@ -239,7 +240,7 @@ def look_through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def value_key(node: fx.Node) -> Any:
-    """A key equal for nodes that certainly hold the same tensor, seen through views and repeated casts.
+    """Return a key equal for nodes that certainly hold the same tensor, seen through views and repeated casts.
 
     ``view(h, [M, K])``, made once each for q, k and v, is one tensor; so is ``h.to(bf16)``, which torch.autocast makes
     for each of them.

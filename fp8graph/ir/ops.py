@@ -280,7 +280,7 @@ def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def stays(node: fx.Node) -> bool:
-    """Whether a dialect node is not lowered: a loop over groups, whose sizes are not known in the graph."""
+    """Return whether a dialect node is not lowered: a loop over groups, whose sizes are not known in the graph."""
     if node.target is not scaled_grouped_mm:
         return False
     given = named_arguments(node)

@@ -150,7 +150,7 @@ class Settings:
         return bool(self.inductor.get(name, inductor.default_option(name)))
 
     def keeps_weights(self, *, training: bool) -> bool:
-        """Whether a graph takes kept FP8 copies of its weights. ``training``: it has a backward."""
+        """Return whether a graph takes kept FP8 copies of its weights. ``training``: it has a backward."""
         return self.cache_weights == "update" or (self.cache_weights and not training)
 
     def decisions(self) -> dict[str, Any]:

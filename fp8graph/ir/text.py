@@ -60,7 +60,7 @@ class GraphText:
         ] = {}  # node -> the values that its line was made from, the line
 
     def __call__(self, graph: fx.Graph) -> str:
-        """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
+        """Return one line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
         lines: list[str] = []
         in_backward = False
         for node in graph.nodes:
@@ -100,6 +100,6 @@ def _line(node: fx.Node) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """A dtype as reports write it: e4m3, bf16, fp32."""
+    """Return a dtype as reports write it: e4m3, bf16, fp32."""
     name = str(dtype).removeprefix("torch.").removeprefix("float8_")
     return {"e4m3fn": "e4m3", "bfloat16": "bf16"}.get(name, name.replace("float", "fp"))

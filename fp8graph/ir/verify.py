@@ -155,7 +155,7 @@ def _scales_behind(operand: fx.Node) -> fx.Node | None:
 
 
 def _lies(scale_inv: fx.Node) -> bool | None:
-    """Whether stored scales are read transposed; None if they have one row, or are not those of the checkpoint."""
+    """Give whether stored scales are read transposed; None if they have one row, or are not those of the checkpoint."""
     source, turned = _followed(scale_inv)
     if value(scale_inv).ndim < 2 or 1 in value(scale_inv).shape or TAKEN_KEY in source.meta:
         return None
@@ -163,7 +163,7 @@ def _lies(scale_inv: fx.Node) -> bool | None:
 
 
 def _of_one_matrix(node: fx.Node) -> bool:
-    """Whether ``node`` is a matrix as a batch of one, or the other way round."""
+    """Return whether ``node`` is a matrix as a batch of one, or the other way round."""
     if node.target not in (aten.squeeze.dim, aten.unsqueeze.default) or value(node).ndim < 2:
         return False
     return cast(int, node.args[1]) == 0

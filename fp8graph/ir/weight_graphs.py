@@ -234,7 +234,7 @@ def _sources_of(body: Sequence[fx.Node], parameters: Mapping[fx.Node, int]) -> l
 
 
 def _copy_of(node: fx.Node, body: Sequence[fx.Node], sources: Sequence[fx.Node]) -> tuple[fx.Graph, fx.Node]:
-    """A graph of ``sources`` and ``body``, and ``node`` in it."""
+    """Return a graph of ``sources`` and ``body``, and ``node`` in it."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for position, source in enumerate(sources):
         copies[source] = _placeholder(graph, position, value(source))
@@ -267,5 +267,5 @@ def _signature_of(graph: fx.Graph) -> str:
 
 
 def _takes_layout(node: fx.Node) -> bool:
-    """Whether ``node`` is an output of quantize; other getitems take parts (of a packed weight that is split)."""
+    """Give whether ``node`` is an output of quantize; other getitems take parts (of a packed weight that is split)."""
     return node.target is getitem and node.all_input_nodes[0].target is ops.quantize

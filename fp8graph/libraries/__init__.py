@@ -67,7 +67,9 @@ def adopt(model: _Model) -> _Model:
 
 
 def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
-    """The first of ``layers`` (name, full name of its class) that torchao's conversions for training made, or ""."""
+    """Return the first of ``layers`` (name, full name of its class) that torchao's conversions for training made, or
+    "".
+    """
     for name, kind in layers:
         if kind.startswith("torchao.") and kind.rpartition(".")[2] in ("Float8Linear", "MXLinear"):
             return f"{name or 'the model'} ({kind})"
@@ -75,7 +77,7 @@ def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
 
 
 def left_to_kernels(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
-    """The layers of transformers whose weights nothing here reads: name, class, and the dtype of the weights."""
+    """Yield the layers of transformers whose weights nothing here reads: name, class, and the dtype of the weights."""
     for name, module in model.named_modules():
         kind = fsdp.original_class(module)
         if kind.__module__.startswith(_OF_TRANSFORMERS) and _forward(module) is None and not is_table(module):
@@ -86,8 +88,9 @@ def left_to_kernels(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
 
 
 def dequantized_in_forward(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
-    """The layers whose weight, a tensor subclass, holds one byte or less per number in a form that nothing here reads:
-    their forward dequantizes it. Name, class of the tensor, and the dtype of its numbers."""
+    """Yield the layers whose weight, a tensor subclass, holds one byte or less per number in a form that nothing here
+    reads: their forward dequantizes it. Name, class of the tensor, and the dtype of its numbers.
+    """
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             held = [x.dtype for x in wrapped_tensors(parameter) if x.ndim > 1 and x.dtype.itemsize == 1]
@@ -96,7 +99,7 @@ def dequantized_in_forward(model: nn.Module) -> Iterator[tuple[str, str, torch.d
 
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:
-    """The FP8 layers of ``model`` that :func:`adopt` has not seen."""
+    """Return the FP8 layers of ``model`` that :func:`adopt` has not seen."""
     forwards = ((module, _forward(module), module.__dict__.get("forward")) for module in model.modules())
     return [
         m for m, forward, given in forwards if forward is not None and getattr(given, "__func__", None) is not forward
@@ -104,7 +107,7 @@ def not_adopted(model: nn.Module) -> list[nn.Module]:
 
 
 def _forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The ``forward`` that :func:`adopt` gives to ``module``; None for any layer but those in FP8 of a library."""
+    """Give the ``forward`` that :func:`adopt` gives to ``module``; None for any layer but those in FP8 of a library."""
     for reader, in_eager in _READERS:
         if (read := reader(module)) is not None:
             return forward_of(read, in_eager)

@@ -105,7 +105,7 @@ class _AdaptedWeight:
 
 
 def _weight(layer: Any) -> _AdaptedWeight:
-    """The weight that ``layer`` of PEFT adapts.
+    """Return the weight that ``layer`` of PEFT adapts.
 
     Raises:
         ConfigError: nothing can be merged into it.
@@ -134,7 +134,7 @@ def _weight(layer: Any) -> _AdaptedWeight:
 
 
 def _ours(layer: Any) -> dict[str, Callable[..., Any]]:
-    """The attributes of ``layer``. A pickle has a bound function as an attribute of its class, which has none."""
+    """Give the attributes of ``layer``. A pickle has a bound function as an attribute of its class, which has none."""
     return {"merge": functools.partial(_merge, layer), "unmerge": functools.partial(_unmerge, layer)}
 
 

@@ -24,5 +24,5 @@ _DECODES: Final = ("bitsandbytes.dequantize_4bit.default",)
 
 
 def decodes(node: fx.Node) -> bool:
-    """Whether ``node`` decodes its first argument, the codes of a weight [n, k]."""
+    """Return whether ``node`` decodes its first argument, the codes of a weight [n, k]."""
     return str(node.target) in _DECODES

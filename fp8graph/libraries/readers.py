@@ -43,7 +43,7 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _is_reversible(conversion: Any) -> bool:
-    """Whether transformers writes what ``conversion`` reads: it has no way back for torchao's tensors."""
+    """Return whether transformers writes what ``conversion`` reads: it has no way back for torchao's tensors."""
     try:
         return all(operation.reverse_op is not None for operation in getattr(conversion, "operations", ()))
     except NotImplementedError:
@@ -51,14 +51,16 @@ def _is_reversible(conversion: Any) -> bool:
 
 
 def of_transformers(module: Any) -> Callable[[Any], StoredWeight] | None:
-    """The function that reads the weight of ``module``; None for another layer, or if it was dequantized."""
+    """Return the function that reads the weight of ``module``; None for another layer, or if it was dequantized."""
     kind = original_class(module)
     mine = kind.__module__ == _MODULE and kind.__name__ in ("FP8Linear", "FP8GroupedLinear")
     return _read_fp8_linear if mine and module.weight.dtype == torch.float8_e4m3fn else None
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding in FP8 with one ``weight_scale``: transformers' ``FP8Embedding``, or ours."""
+    """Return whether ``module`` is an embedding in FP8 with one ``weight_scale``: transformers' ``FP8Embedding``, or
+    ours.
+    """
     theirs = type(module).__module__ == _MODULE and type(module).__name__ == "FP8Embedding"
     return isinstance(module, StoredEmbedding) or theirs
 
@@ -87,7 +89,7 @@ def _of_e8m0(block: Sequence[int]) -> str:
 
 
 def forward_of_experts(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The ``forward`` of an ``FP8Experts``; None if ``module`` is none, or its weights are in FP4 or bf16."""
+    """Return the ``forward`` of an ``FP8Experts``; None if ``module`` is none, or its weights are in FP4 or bf16."""
     kind = original_class(module)
     mine = kind.__module__ == _MODULE and kind.__name__ == "FP8Experts"
     if not mine or cast(Tensor, module.down_proj).dtype != torch.float8_e4m3fn:
@@ -136,7 +138,7 @@ def _of_experts(module: Any, name: str) -> StoredWeight:
 
 
 def of_torchao(module: Any) -> Callable[[Any], StoredWeight] | None:
-    """The function that reads the weight of ``module``; None for another layer, or if no GEMM has such scales."""
+    """Give the function that reads the weight of ``module``; None for another layer, or if no GEMM has such scales."""
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or weight is None or not type(weight).__module__.startswith("torchao."):
         return None
@@ -221,7 +223,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def of_compressed_tensors(module: Any) -> Callable[[Any], StoredWeight] | None:
-    """The function that reads the weight of ``module``; None for another layer, or if no GEMM has such scales."""
+    """Give the function that reads the weight of ``module``; None for another layer, or if no GEMM has such scales."""
     status = getattr(module, "quantization_status", None)
     if not _is_linear(module) or getattr(status, "value", None) != "compressed":
         return None
@@ -247,7 +249,7 @@ def _is_linear(module: object) -> bool:
 
 
 def forward_of_codes(module: Any) -> Callable[[Any, Tensor], Tensor] | None:
-    """The ``forward`` of a layer of compressed-tensors with packed integers (W4A16, W8A16); None for any other.
+    """Return the ``forward`` of a layer of compressed-tensors with packed integers (W4A16, W8A16); None for any other.
 
     It decodes the weight in the graph, so that the linear behind is one like any other: in FP8 by the policy's recipe.
     """
@@ -328,7 +330,9 @@ def _ct_nvfp4(module: Any) -> StoredWeight:
 
 
 def reader_of(module: nn.Module) -> Callable[[Any], StoredWeight] | None:
-    """The function that reads the weight of ``module``, of a library or a ``StoredLinear``; None for another layer."""
+    """Return the function that reads the weight of ``module``, of a library or a ``StoredLinear``; None for another
+    layer.
+    """
     if isinstance(module, StoredLinear):
         return StoredLinear.stored
     readers = (of_transformers, of_torchao, of_compressed_tensors)

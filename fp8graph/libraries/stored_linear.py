@@ -32,7 +32,9 @@ class StoredWeight:
 
 
 def one_scale(data: Tensor, scale_inv: Tensor, *, per_token: bool, **inputs: Any) -> StoredWeight:
-    """A weight with one scale. ``per_token``: its input has one per token, so the weight's stands for each row's."""
+    """Return a weight with one scale. ``per_token``: its input has one per token, so the weight's stands for each
+    row's.
+    """
     scale_inv = scale_inv.detach().to(torch.float32).reshape(())
     if per_token:
         return StoredWeight(data=data, scale_inv=scale_inv.expand(data.shape[0], 1).clone(), scaling="row", **inputs)
@@ -51,13 +53,15 @@ def _dtype_of_products(x: Tensor) -> torch.dtype:
 
 
 def groups_of(module: nn.Module) -> int | None:
-    """The number of groups of a linear whose inputs are [..., groups, k] (DeepSeek-V4); None for any other layer."""
+    """Return the number of groups of a linear whose inputs are [..., groups, k] (DeepSeek-V4); None for any other
+    layer.
+    """
     grouped = isinstance(module, nn.Linear) and "GroupedLinear" in type(module).__name__
     return cast(int, module.n_groups) if grouped and hasattr(module, "n_groups") else None
 
 
 def multiplied_in_groups(x: Tensor, weight: StoredWeight, bias: Tensor | None, groups: int) -> Tensor:
-    """The products of [..., groups, k] with ``groups`` matrices [n, k], which are one weight: [..., groups, n].
+    """Return the products of [..., groups, k] with ``groups`` matrices [n, k], which are one weight: [..., groups, n].
 
     Each is a linear of its own bytes. Where a tile of scales reaches over two of them, they are decoded first.
     """
@@ -73,7 +77,7 @@ def multiplied_in_groups(x: Tensor, weight: StoredWeight, bias: Tensor | None, g
 
 
 def _groups(weight: StoredWeight, groups: int) -> list[StoredWeight] | None:
-    """The parts of ``weight``; None if a tile of scales belongs to two of them."""
+    """Return the parts of ``weight``; None if a tile of scales belongs to two of them."""
     scales = weight.scale_inv
     if scales.numel() == 1:
         scales_of = [scales] * groups
@@ -87,7 +91,7 @@ def _groups(weight: StoredWeight, groups: int) -> list[StoredWeight] | None:
 
 
 def high_precision(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """The dialect's ``stored_weight``.
+    """Return the dialect's ``stored_weight``.
 
     Raises:
         ConfigError: FSDP2 has cast the weight.
@@ -112,7 +116,7 @@ def high_precision(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
 
 @functools.cache  # Dynamo guards a forward by its identity: layers that share it share compiled code
 def forward_of(read: Callable[[Any], StoredWeight], in_eager: bool) -> Callable[[Any, Tensor], Tensor]:
-    """The ``forward`` of layers that ``read`` reads.
+    """Return the ``forward`` of layers that ``read`` reads.
 
     Args:
         in_eager: it runs in eager, too; else the library's does.

@@ -132,7 +132,7 @@ def dequantize(q: QuantizedTensor) -> Tensor:
 
 
 def cast_to_representable(x: Tensor, recipe: Recipe, operand: OperandName) -> Tensor:
-    """The nearest tensor that quantizes without loss: ``dequantize(quantize(x))``, shape and dtype of ``x``.
+    """Return the nearest tensor that quantizes without loss: ``dequantize(quantize(x))``, shape and dtype of ``x``.
 
     A linear fed with representable input and weight gives the same result in FP8 as in high precision, up to
     the order of summation (Transformer Engine's quickstart shows this experiment).

@@ -31,7 +31,9 @@ from fp8graph.numerics.hints import materialize
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
-    """The largest number of rows of ``groups`` groups that have ``rows`` rows, padded as ``padded_offsets`` does."""
+    """Return the largest number of rows of ``groups`` groups that have ``rows`` rows, padded as ``padded_offsets``
+    does.
+    """
     if multiple == 1:
         return rows
     return (rows // multiple + groups) * multiple  # torch sees that this is a multiple, whatever the data decide
@@ -43,7 +45,9 @@ def not_empty(x: Tensor) -> Tensor:
 
 
 def padded_offsets(offs: Tensor, multiple: int, *, least: int = 1, each: int = 1) -> Tensor:
-    """The end of each group after padding to ``multiple``, an empty one to ``least``, and all to ``each`` multiples."""
+    """Return the end of each group after padding to ``multiple``, an empty one to ``least``, and all to ``each``
+    multiples.
+    """
     if multiple == 1:
         return offs
     counts = offs - starts(offs, torch.arange(offs.shape[0], device=offs.device))
@@ -102,7 +106,7 @@ class Span(NamedTuple):
 
 
 def spans(offs: Tensor, multiple: int = 1) -> Iterator[Span]:
-    """The groups that have rows. Reads ``offs``: waits for the device."""
+    """Yield the groups that have rows. Reads ``offs``: waits for the device."""
     rows = pairwise([0, *offs.tolist()])
     columns = pairwise([0, *padded_offsets(offs, multiple).tolist()])
     for group, (exact, padded) in enumerate(zip(rows, columns, strict=True)):

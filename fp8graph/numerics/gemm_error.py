@@ -24,7 +24,7 @@ _ROWS: Final = 2048  # of the result at a time: it never takes more memory than 
 
 
 def quantizers_of(gemm: GemmName, quantizers: Sequence[Quantizer]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of :func:`gemm_error` behind ``reference``, and those by name: the quantizers of a and b."""
+    """Return the arguments of :func:`gemm_error` behind ``reference``, and those by name: the quantizers of a and b."""
     settings = ([getattr(q, of) for q in quantizers] for of in ("power_2_scale", "amax_epsilon", "scaling"))
     # not a list of dtypes: torch 2.11 hands an op their numbers
     args = (*(q.dtype for q in quantizers), *settings, *(list(q.block) for q in quantizers))

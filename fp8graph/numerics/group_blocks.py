@@ -32,7 +32,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def ordered(scales: Tensor, ends: Tensor | None, *, in_blocks: Tensor | None = None, rows: int = 1) -> Tensor:
-    """The scales of a layout in blocks.
+    """Return the scales of a layout in blocks.
 
     Args:
         scales: [t, tiles] of rows in groups, [m, tiles] of columns in groups, or [experts, n, tiles] of matrices.
@@ -50,7 +50,9 @@ def ordered(scales: Tensor, ends: Tensor | None, *, in_blocks: Tensor | None = N
 
 
 def ends_of_columns(offs: Tensor, multiple: int, tile: int) -> tuple[Tensor, Tensor]:
-    """The ends, in tiles, of groups that are padded to ``multiple`` columns, and those of groups of whole blocks."""
+    """Return the ends, in tiles, of groups that are padded to ``multiple`` columns, and those of groups of whole
+    blocks.
+    """
     # both from the offsets: computed from one another, they would be two scans in two kernels
     block = TILES * tile
     ends, in_blocks = (padded_offsets(offs, multiple, each=each) for each in (1, block // math.gcd(block, multiple)))
@@ -58,7 +60,7 @@ def ends_of_columns(offs: Tensor, multiple: int, tile: int) -> tuple[Tensor, Ten
 
 
 def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: bool) -> list[int]:
-    """The shape of what ``ordered`` makes of scales of this shape; ``groups``: 0 for matrices."""
+    """Return the shape of what ``ordered`` makes of scales of this shape; ``groups``: 0 for matrices."""
     *batch, height, tiles = shape
     height *= rows
     if batch:
@@ -69,7 +71,7 @@ def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: 
 
 
 def _in_block(row: Tensor, tile: Tensor) -> Tensor:
-    """The place of a scale in its block."""
+    """Return the place of a scale in its block."""
     # bits of numbers that are not negative: a division of whole numbers takes ten instructions
     return ((row & 31) << 4) + ((row >> 5 & 3) << 2) + (tile & 3)
 
@@ -119,7 +121,7 @@ def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
 
 
 def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool) -> list[Tensor]:
-    """The scales [rows, tiles] of each group, of which ``ordered`` made ``blocks``.
+    """Return the scales [rows, tiles] of each group, of which ``ordered`` made ``blocks``.
 
     ``sizes``: of the groups, in rows, or in tiles if ``columns``; ``other``: the number of tiles, or of rows.
     """

@@ -107,7 +107,7 @@ def join(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def arrange(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts, views, joined along ``dim``: stored once and contiguous, each computed in its place.
+    """Return the parts, views, joined along ``dim``: stored once and contiguous, each computed in its place.
 
     Inductor stores a materialized view in the order in which it is computed, and then copies it for each GEMM that
     wants it contiguous.

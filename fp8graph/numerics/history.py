@@ -59,7 +59,7 @@ def of_length(amaxes: Tensor, length: int) -> Tensor:
 
 
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu", *, unset: bool = False) -> Tensor:
-    """A page before the first step: scales 1, empty histories.
+    """Return a page before the first step: scales 1, empty histories.
 
     Args:
         unset: these scales are to come from the tensors' own amaxes.
@@ -124,7 +124,9 @@ def initial_scales(
 
 
 def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
-    """A new page with ``amaxes`` in those staging slots where they are larger; NaN wins. ``page`` is not changed."""
+    """Return a new page with ``amaxes`` in those staging slots where they are larger; NaN wins. ``page`` is not
+    changed.
+    """
     staged = torch.maximum(page[:, HEADER], _largest(amaxes)).unsqueeze(1)
     return torch.where(torch.arange(page.shape[1], device=page.device) == HEADER, staged, page)
 
@@ -163,7 +165,7 @@ def updated_page(
     *,
     packed: bool = False,
 ) -> Tensor:
-    """A new page, as it is after a step with ``amaxes``. ``page`` is not changed.
+    """Return a new page, as it is after a step with ``amaxes``. ``page`` is not changed.
 
     ``amaxes``: for each tensor FP32 of any shape; or, if ``packed``, one tensor [tensors].
     """

@@ -179,7 +179,9 @@ class _Attention:
         self.mask = mask.expand(-1, -1, *shape)  # added to the scores
 
     def blocks(self) -> Iterator[_Block]:
-        """Every block, sequence after sequence, in the order of the queries. None has a query that sees nothing."""
+        """Yield every block, sequence after sequence, in the order of the queries. None has a query that
+        sees nothing.
+        """
         firsts, ends = _windows((self.mask > -math.inf).any(1))
         table = list(zip(firsts.tolist(), ends.tolist(), strict=True))
         for sequence in range(self.q.shape[0]):
@@ -201,7 +203,7 @@ class _Attention:
 
 
 def _added(mask: Tensor) -> Tensor:
-    """A mask as FP32 that is added to the scores, of four dims: -inf where it hides a key."""
+    """Return a mask as FP32 that is added to the scores, of four dims: -inf where it hides a key."""
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
     hidden = mask <= torch.finfo(mask.dtype).min
@@ -209,12 +211,12 @@ def _added(mask: Tensor) -> Tensor:
 
 
 def _causal(q: Tensor, k: Tensor) -> Tensor:
-    """Whether each query sees each key: [queries, keys]."""
+    """Return whether each query sees each key: [queries, keys]."""
     return torch.ones((q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
 
 
 def _windows(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The first key that each query sees, and the end of those that it sees, 0 for none: [batch, queries].
+    """Return the first key that each query sees, and the end of those that it sees, 0 for none: [batch, queries].
 
     ``visible``: [batch, queries, keys].
     """
@@ -235,7 +237,7 @@ def _ends_of_runs(firsts: Tensor, ends: Tensor) -> Tensor:
 def _on_gpu(
     kernels: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> Any:
-    """The same operands for the Triton kernels."""
+    """Return the same operands for the Triton kernels."""
     queries, keys = q.shape[2], k.shape[2]
     if mask is not None:
         mask = _added(mask)
@@ -252,13 +254,13 @@ def _on_gpu(
 
 
 def _rows(x: Tensor, block: _Block) -> Tensor:
-    """The rows of x [batch, heads, queries, size] in a block: [heads, ROWS, size], padded with zeros."""
+    """Return the rows of x [batch, heads, queries, size] in a block: [heads, ROWS, size], padded with zeros."""
     rows = x[block.sequence, :, block.queries]
     return torch.nn.functional.pad(rows, [0, 0, 0, ROWS - rows.shape[1]]).contiguous()
 
 
 def _keys(x: Tensor, block: _Block, keys: slice) -> Tensor:
-    """Those of x [batch, heads, keys, size] in a block of keys: [heads, KEYS, size], padded with zeros."""
+    """Return those of x [batch, heads, keys, size] in a block of keys: [heads, KEYS, size], padded with zeros."""
     rows = x[block.sequence, :, keys]
     return torch.nn.functional.pad(rows, [0, 0, 0, KEYS - rows.shape[1]]).contiguous()
 
@@ -314,7 +316,7 @@ def attend_backward(
     is_causal: bool,
     scale: float | None,
 ) -> list[Tensor]:
-    """The gradients of q, k and v of :func:`attend`, summed in FP32 in the same blocks, in their dtypes.
+    """Return the gradients of q, k and v of :func:`attend`, summed in FP32 in the same blocks, in their dtypes.
 
     They have the strides of [batch, tokens, heads, size], as torch's.
 

@@ -127,7 +127,7 @@ def _in_rows(data: Tensor, blocks: Tensor, kind: Scaling, block: Sequence[int], 
 
 
 def _of_unit(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:
-    """The global scales of one group: its own, or those of its rows where each row of [t, k] has one."""
+    """Return the global scales of one group: its own, or those of its rows where each row of [t, k] has one."""
     if scalar is None or not scalar.ndim:
         return scalar
     if scalar.ndim == 1:
@@ -156,7 +156,7 @@ _library.define(
 
 @functools.cache
 def _numbers(dtype: torch.dtype) -> Tensor:
-    """The 256 numbers of an FP8 type in bf16, by their bits."""
+    """Return the 256 numbers of an FP8 type in bf16, by their bits."""
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.bfloat16)
 
 
@@ -180,7 +180,7 @@ def _product(a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, bia
 
 
 def _powers_of_two(scale_inv: Tensor) -> bool:
-    """Whether multiplying by these FP32 scales rounds nothing; inf counts as one of them."""
+    """Return whether multiplying by these FP32 scales rounds nothing; inf counts as one of them."""
     return not bool(torch.bitwise_and(scale_inv.contiguous().view(torch.int32), 0x007FFFFF).any())
 
 

@@ -62,12 +62,12 @@ def scales_of_amax(amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_e
 
 
 def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool = False) -> list[str]:
-    """The names of the results of ``quantize_layouts``, in order."""
+    """Return the names of the results of ``quantize_layouts``, in order."""
     return SCALINGS[scaling].outputs(layouts, keep_scales)
 
 
 def output_shapes(arguments: QuantizeArguments[Any]) -> list[tuple[list[int], torch.dtype]]:
-    """The shapes and dtypes of the results of ``quantize_layouts``, from shapes alone."""
+    """Return the shapes and dtypes of the results of ``quantize_layouts``, from shapes alone."""
     kind, block = SCALINGS[arguments.scaling], arguments.block
     *batch, rows, columns = arguments.x.shape
     joined = sum(part.shape[arguments.dim] for part in arguments.parts)
@@ -102,7 +102,7 @@ def output_shapes(arguments: QuantizeArguments[Any]) -> list[tuple[list[int], to
 
 
 def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The computation of a ``fp8graph::quantize`` node, given its :class:`QuantizeArguments`.
+    """Return the computation of a ``fp8graph::quantize`` node, given its :class:`QuantizeArguments`.
 
     :func:`output_names` names the results.
     """
@@ -110,7 +110,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def quantize_as(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
-    """The same for arguments that are there."""
+    """Return the same for arguments that are there."""
     kind, dim, offs = SCALINGS[arguments.scaling], arguments.dim, arguments.offs
     grouped = offs is not None or arguments.per_matrix
     parts, group = (
@@ -174,7 +174,7 @@ def quantize_as(arguments: QuantizeArguments[Tensor]) -> list[Tensor]:
 
 
 def _rowwise_numbers(arguments: QuantizeArguments[Tensor], made: tuple[Tensor, Tensor] | None) -> Tensor:
-    """The numbers of the rowwise copy, decoded, in FP32: of the one that was ``made``, if it was."""
+    """Return the numbers of the rowwise copy, decoded, in FP32: of the one that was ``made``, if it was."""
     if made is None:
         plain = dataclasses.replace(arguments, rowwise=[1, 1], columnwise=[], rowwise_order="", columnwise_order="")
         data, scale_inv = quantize_as(plain)
@@ -197,23 +197,23 @@ def quantized_copy(
 
 
 def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
-    """A quantizer as the arguments of ``fp8graph::quantize`` between ``x`` and the layouts."""
+    """Return a quantizer as the arguments of ``fp8graph::quantize`` between ``x`` and the layouts."""
     return quantizer.dtype, quantizer.power_2_scale, quantizer.amax_epsilon
 
 
 def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
-    """The rest of a quantizer as keyword arguments of ``fp8graph::quantize``, without those that are defaults."""
+    """Give the rest of a quantizer as keyword arguments of ``fp8graph::quantize``, without those that are defaults."""
     return _settings(quantizer, _QUANTIZING)
 
 
 def measuring_kwargs(arguments: Quantizer | QuantizeArguments[Any]) -> dict[str, Any]:
-    """The settings that measuring a copy needs (``stats.quantized_parts``), as keyword arguments."""
+    """Return the settings that measuring a copy needs (``stats.quantized_parts``), as keyword arguments."""
     turned = {} if arguments.rotation is None else {"rotation": arguments.rotation}
     return {"scaling": arguments.scaling, "block": list(arguments.block), **turned}
 
 
 def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:
-    """The settings of a quantizer that decoding needs, as keyword arguments, without those that are defaults."""
+    """Return the settings of a quantizer that decoding needs, as keyword arguments, without those that are defaults."""
     return _settings(quantizer, _DECODING)
 
 
@@ -246,7 +246,7 @@ def stored_weight(
     activations: str = "dynamic",
     input_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """A weight that arrives quantized, in high precision: what a GEMM multiplies that cannot take its bytes.
+    """Return a weight that arrives quantized, in high precision: what a GEMM multiplies that cannot take its bytes.
 
     Args:
         data, scale_inv, scaling, block, global_scale_inv: a rowwise copy [N, K], see :class:`QuantizeArguments`.
@@ -262,7 +262,7 @@ def stored_weight(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_2_scale: bool) -> tuple[Tensor, Tensor]:
-    """The bits of ``Float8RowwiseScaling``, epsilon 0: ``(data, scale_inv)``, both contiguous.
+    """Return the bits of ``Float8RowwiseScaling``, epsilon 0: ``(data, scale_inv)``, both contiguous.
 
     Args:
         x: [..., rows, columns], bf16, fp16 or FP32, any strides.

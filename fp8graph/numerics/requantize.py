@@ -48,5 +48,5 @@ def requantize(x: Tensor, scale_inv: Tensor, block: tuple[int, int], dtype: torc
 
 
 def powers_of_two(scales: Tensor) -> bool:
-    """Whether all of ``scales``, FP32, BF16 or FP16, are powers of two."""
+    """Return whether all of ``scales``, FP32, BF16 or FP16, are powers of two."""
     return not torch.bitwise_and(scales.to(torch.float32).view(torch.int32), _MANTISSA).any()

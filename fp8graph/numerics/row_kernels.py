@@ -151,7 +151,7 @@ def _sum(x, out, row_stride, size, step: tl.constexpr):
 
 
 def add_up(x: Tensor) -> Tensor:
-    """The sum of each row of x [rows, size] in FP32: [rows]."""
+    """Return the sum of each row of x [rows, size] in FP32: [rows]."""
     out = x.new_empty((x.shape[0],), dtype=torch.float32)
     x = x if x.stride(1) == 1 else x.contiguous()
     kernel: Any = _sum
@@ -337,7 +337,7 @@ class Attention:
         }  # fmt: skip
 
     def strides(self, out: Tensor, grad: Tensor) -> tuple[int, ...]:
-        """Those of both results and operands, along batch, heads and tokens: 0 along what is broadcast."""
+        """Return those of both results and operands, along batch, heads and tokens: 0 along what is broadcast."""
         given = self.q, self.k, self.v, out, grad, *([] if self.mask is None else [self.mask])
         steps = [0 if size == 1 else step for x in given for size, step in zip(x.shape[:3], x.stride(), strict=False)]
         firsts = self.windows[0]
@@ -357,7 +357,7 @@ class Attention:
             )  # fmt: skip
 
     def backward(self, grad: Tensor, out: Tensor, logsumexp: Tensor) -> list[Tensor]:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         batch, heads, queries, _ = self.q.shape
         key_heads = self.k.shape[1]
         grad, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, out))

@@ -79,7 +79,7 @@ Parts = Mapping[str, float]
 
 
 def tensor_parts(x: Tensor, block_size: int = 32) -> Tensor:
-    """The ``TENSOR_PARTS`` of ``x`` [..., rows, columns], FP32.
+    """Return the ``TENSOR_PARTS`` of ``x`` [..., rows, columns], FP32.
 
     ``block_size``: of max_blockwise_dynamic_range, over blocks along rows and along columns, which reads ``x``
     twice more; 0: it is not computed (and is 0).
@@ -128,7 +128,7 @@ def quantized_parts(
     rotation: int | None = None,
     global_scale_inv: Tensor | None = None,
 ) -> Tensor:
-    """The ``QUANTIZED_PARTS`` of ``x`` [..., rows, columns] and its quantized copy, FP32.
+    """Return the ``QUANTIZED_PARTS`` of ``x`` [..., rows, columns] and its quantized copy, FP32.
 
     ``data``, ``scale_inv``, ``scaling``, ``block``, ``rotation``, ``global_scale_inv``: see ``quantize_layouts``. A
     transformed copy is compared with the transformed tensor. Padding of the data does not count.
@@ -222,7 +222,7 @@ def _dynamic_ranges(sizes: Tensor, block_size: int) -> Tensor:
 
 
 def _summed(*numbers: Tensor) -> Sequence[Tensor]:
-    """The sum of each, rows first."""
+    """Return the sum of each, rows first."""
     return torch.stack([each.sum(-1) for each in numbers]).flatten(1).sum(-1).unbind()
 
 
@@ -248,7 +248,7 @@ def _full(data: Tensor, value: float) -> Tensor:
 
 
 def merged(vectors: Sequence[Parts]) -> dict[str, float]:
-    """The parts of several tensors as those of one, in FP64. Quantiles of scales are averaged."""
+    """Return the parts of several tensors as those of one, in FP64. Quantiles of scales are averaged."""
     first, *others = vectors
     result = dict(first)
     for other in others:
@@ -270,7 +270,7 @@ def merged(vectors: Sequence[Parts]) -> dict[str, float]:
 
 
 def finished(tensor: Parts, quantized: Parts | None = None) -> dict[str, float]:
-    """The statistics computed from the parts, by Transformer Engine's names if it has one.
+    """Return the statistics computed from the parts, by Transformer Engine's names if it has one.
 
     "overflows%" counts numbers beyond the largest that the scale leaves room for; "saturated%" those that were
     quantized to it. "sqnr" is in dB, "scale_inv_std" in octaves (log2). A tensor of zeros has a dynamic range of 0.
@@ -295,7 +295,7 @@ def finished(tensor: Parts, quantized: Parts | None = None) -> dict[str, float]:
 
 
 def named(names: Sequence[str], vector: Tensor) -> dict[str, float]:
-    """A vector of parts by name."""
+    """Return a vector of parts by name."""
     return dict(zip(names, vector.tolist(), strict=True))
 
 

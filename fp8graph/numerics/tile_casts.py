@@ -58,7 +58,7 @@ class TileCast(NamedTuple):
     row: int  # of the table
 
     def arguments(self, parts: Sequence[Any], scales: Any) -> QuantizeArguments[Any]:
-        """The request for a quantization of ``parts``."""
+        """Return the request for a quantization of ``parts``."""
         return QuantizeArguments(
             *(parts[0], self.dtype, self.power_2_scale, self.amax_epsilon, [1, 1], [1, 1] if self.both else []),
             scaling="block" if self.block else "delayed", block=self.block, scales=scales, row=self.row,
@@ -67,12 +67,12 @@ class TileCast(NamedTuple):
         )  # fmt: skip
 
     def split(self, inputs: Sequence[T]) -> tuple[Sequence[T], T | None]:
-        """The inputs of the function, and the table of scales."""
+        """Return the inputs of the function, and the table of scales."""
         return (inputs, None) if self.block else (inputs[:-1], inputs[-1])
 
 
 def cast_in_tiles(inputs: Sequence[Tensor], *settings: Any) -> list[Tensor]:
-    """The results of ``quantize_layouts``: rowwise and, if ``both``, columnwise.
+    """Return the results of ``quantize_layouts``: rowwise and, if ``both``, columnwise.
 
     Of delayed scaling, the amax [1] is that of the whole tensor, and not of each row.
 
@@ -105,7 +105,7 @@ def _fake(inputs: Sequence[Tensor], *settings: Any) -> list[Tensor]:
 
 
 def launches_of(inputs: Sequence[inductor.Described], *settings: Any) -> inductor.Launches:
-    """The results, and the launches of the kernel that write them: one for each part."""
+    """Return the results, and the launches of the kernel that write them: one for each part."""
     from fp8graph.numerics.tile_kernel import cast_tiles  # needs triton
 
     given = TileCast(*settings)

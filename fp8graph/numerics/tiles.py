@@ -27,7 +27,7 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def padding_needed(size: int, multiple: int) -> int | None:
-    """The padding of ``size`` to a multiple; None if it is known to be 0 (a dynamic size may need some)."""
+    """Return the padding of ``size`` to a multiple; None if it is known to be 0 (a dynamic size may need some)."""
     padding = -size % multiple
     return None if statically_known_true(padding == 0) else padding
 
@@ -80,7 +80,7 @@ def columnwise_copy(data: Tensor, multiples: Sequence[int], *, offs: Tensor | No
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of tensors in low precision, or of their scales, below each other."""
+    """Return the rows of tensors in low precision, or of their scales, below each other."""
     first = parts[0]
     if first.element_size() > 1:
         return torch.cat([*parts])
@@ -88,7 +88,7 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def repeated_scales(scale_inv: Tensor, rows: int) -> Tensor:
-    """The scales [ceil(rows / 128), C] of tiles of 128 rows as those of each row, TRANSPOSED: [C, rows]."""
+    """Return the scales [ceil(rows / 128), C] of tiles of 128 rows as those of each row, TRANSPOSED: [C, rows]."""
     return scale_inv.repeat_interleave(ROWS, 0)[:rows].t().clone(memory_format=torch.contiguous_format)
 
 
@@ -100,7 +100,7 @@ TILES: Final = 4
 
 
 def ordered(parts: Sequence[Tensor], order: str, axis: int = -2, rows: int = 1) -> Tensor:
-    """The scales of ``parts``, joined along ``axis``, in an order. Parts are written to their place: no copy.
+    """Return the scales of ``parts``, joined along ``axis``, in an order. Parts are written to their place: no copy.
 
     BLOCKS knows one scale per row: those of tiles of several ``rows`` are repeated. They are padded with zeros to
     blocks of 512 scales: rows 0, 32, 64, 96 (4 tiles each), then 1, 33, 65, 97, ... Source: cuBLAS "1D block scaling
@@ -125,7 +125,7 @@ def _blocks(scales: Tensor, rows: int) -> Tensor:
 
 
 def in_rows(scales: Tensor, order: str, shape: Sequence[int], rows: int = 1) -> Tensor:
-    """The scales [R, C] (``shape``) of which ``ordered`` made ``scales``."""
+    """Return the scales [R, C] (``shape``) of which ``ordered`` made ``scales``."""
     if order == TRANSPOSED:
         return scales.t()
     if order != BLOCKS:
@@ -134,14 +134,14 @@ def in_rows(scales: Tensor, order: str, shape: Sequence[int], rows: int = 1) -> 
 
 
 def rows_of_blocks(blocks: Tensor, rows: int, tiles: int) -> Tensor:
-    """The scales [..., rows, tiles] of which the BLOCKS [..., n] were made, one scale per row."""
+    """Return the scales [..., rows, tiles] of which the BLOCKS [..., n] were made, one scale per row."""
     split = blocks.reshape(*blocks.shape[:-1], -(-rows // ROWS), -(-tiles // TILES), 32, ROWS // 32, TILES)
     swapped = split.transpose(-4, -2)  # [..., row block, 32-row group, row in it, tile block, tile]
     return swapped.flatten(-2).flatten(-4, -2)[..., :rows, :tiles]
 
 
 def ordered_shape(shape: Sequence[int], order: str, rows: int = 1) -> list[int]:
-    """The shape of the scales [R, C] (``shape``) in an order."""
+    """Return the shape of the scales [R, C] (``shape``) in an order."""
     if order == BLOCKS:
         return [-(-shape[0] * rows // ROWS), -(-shape[1] // TILES) * TILES * ROWS]
     return [*shape[::-1]] if order == TRANSPOSED else [*shape]

@@ -48,7 +48,7 @@ _NO_KERNEL: Final = "NopKernelSchedulerNode"
 
 
 def available() -> bool:
-    """Whether triton, which is not part of torch's CPU wheels, is installed."""
+    """Return whether triton, which is not part of torch's CPU wheels, is installed."""
     try:
         import triton  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingImports]
     except ImportError:
@@ -100,7 +100,7 @@ def _never(_arguments: Any) -> Any:
 
 
 def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of a graph that was traced on fake CPU tensors, on a fake CUDA device."""
+    """Return a copy of a graph that was traced on fake CPU tensors, on a fake CUDA device."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
@@ -145,7 +145,9 @@ class _Part:
 def _launches(
     code: str, scheduler: Any, names: Callable[[fx.Node], Iterable[str]], graph: Direction, target: str
 ) -> Iterator[KernelRecord]:
-    """The launches in ``code``, the text of one graph, in order; ``scheduler`` is that of its ``GraphLowering``."""
+    """Yield the launches in ``code``, the text of one graph, in order; ``scheduler`` is that of its
+    ``GraphLowering``.
+    """
     sources: dict[str, str] = dict(_DEFINITION.findall(code))
     waiting, calls = list(_parts(scheduler, names)), list(_parts(scheduler, names, of_libraries=True))
     made = frozenset(scheduler.name_to_buf)
@@ -185,7 +187,7 @@ def _launches(
 
 
 def _parts(scheduler: Any, names: Callable[[fx.Node], Iterable[str]], *, of_libraries: bool = False) -> Iterator[_Part]:
-    """The parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once.
+    """Yield the parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once.
 
     ``of_libraries``: the calls of libraries instead, of which bytes are not counted, and the launches of Triton kernels
     that are written by hand. Several launches that write parts of a tensor share its bytes.
@@ -226,7 +228,7 @@ def _sorted(names: Iterable[frozenset[str]]) -> tuple[str, ...]:
 
 
 def _computed(part: Any) -> Iterable[fx.Node]:
-    """The nodes of the graph that a node of the scheduler computes.
+    """Return the nodes of the graph that a node of the scheduler computes.
 
     Inductor counts those that made the scales of a GEMM as the GEMM's own, though other kernels compute them.
     """
@@ -237,12 +239,12 @@ def _computed(part: Any) -> Iterable[fx.Node]:
 
 
 def _by_hand(node: Any) -> bool:
-    """Whether a node of the scheduler launches a Triton kernel that Inductor did not write."""
+    """Return whether a node of the scheduler launches a Triton kernel that Inductor did not write."""
     return type(node.node).__name__ == "UserDefinedTritonKernel"
 
 
 def _made(part: Any) -> list[fx.Node]:
-    """The node of the graph whose value a node of the scheduler makes, if that is known."""
+    """Return the node of the graph whose value a node of the scheduler makes, if that is known."""
     if _by_hand(part):
         origins = part.node.get_origins()  # those of its arguments, too
         return [node for node in origins if not any(user in origins for user in node.users)]
@@ -251,7 +253,9 @@ def _made(part: Any) -> list[fx.Node]:
 
 
 def _library_call(line: str, waiting: Sequence[_Part]) -> _Part | None:
-    """The part that a line like ``extern_kernels.mm(buf0, buf1, out=buf2)`` or ``buf2 = torch.ops.<op>(buf0)`` runs."""
+    """Return the part that a line like ``extern_kernels.mm(buf0, buf1, out=buf2)`` or ``buf2 = torch.ops.<op>(buf0)``
+    runs.
+    """
     made = {name for names in _RESULT.findall(line) for name in names if name}
     given = set() if made else set(re.findall(r"\w+", line))
     return next((part for part in waiting if part.makes & made or part.overwrites & given), None)
@@ -270,24 +274,26 @@ def _read_call(call: str) -> tuple[str, list[str]]:
 
 
 def _results(name: str, source: str, arguments: Sequence[str]) -> set[str]:
-    """The arguments that are results of the kernel: Inductor calls their parameters out_ptr0, in_out_ptr0."""
+    """Return the arguments that are results of the kernel: Inductor calls their parameters out_ptr0, in_out_ptr0."""
     return {a for a, parameter in _parameters(name, source, arguments) if "out_ptr" in parameter}
 
 
 def _stored(name: str, source: str, arguments: Sequence[str]) -> set[str]:
-    """Those of the arguments that it writes: it may be given memory for a result that it needs in registers alone."""
+    """Return those of the arguments that it writes: it may be given memory for a result that it needs in registers
+    alone.
+    """
     stored = {*re.findall(r"tl\.(?:store|atomic_\w+)\((\w+)", source)}
     return {a for a, parameter in _parameters(name, source, arguments) if parameter in stored}
 
 
 def _parameters(name: str, source: str, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The arguments, each with the parameter of the kernel that it is given for."""
+    """Yield the arguments, each with the parameter of the kernel that it is given for."""
     definition = re.search(rf"^def {name}\(([^)]*)\)", source, re.MULTILINE)
     return zip(arguments, definition[1].split(", ") if definition else [], strict=False)
 
 
 def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Part]) -> list[_Part]:
-    """The parts, all of one node, that a launch with these arguments runs.
+    """Return the parts, all of one node, that a launch with these arguments runs.
 
     A new buffer is written by one launch. A tensor may be overwritten by several launches, which read different ones.
     """

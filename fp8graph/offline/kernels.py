@@ -138,7 +138,7 @@ def precompile(source: str, target: str, *, configuration: str = "all") -> Any:
 
 
 def text_of(configuration: Any) -> str:
-    """A ``triton.Config`` in one line."""
+    """Return a ``triton.Config`` in one line."""
     values = {
         **configuration.kwargs,
         "num_warps": configuration.num_warps,
@@ -207,7 +207,7 @@ _STORE: Final = re.compile(r"\bst\.global(?:\.[A-Za-z_]+\w*(?:::\w+)*)*?(?:\.v(\
 
 
 def _stores_to(ptx: str, wanted: Sequence[bool]) -> list[int]:
-    """The bytes of each store through one of the ``wanted`` parameters.
+    """Return the bytes of each store through one of the ``wanted`` parameters.
 
     SASS does not say which tensor a store belongs to; in PTX its address is a sum in which one term is a parameter, or
     one of several that a block of threads selects. ptxas keeps the width of each store.

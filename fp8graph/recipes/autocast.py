@@ -91,7 +91,7 @@ _NO_GRAPH: Final = (
 
 
 def current_region() -> Region | None:
-    """The innermost region open outside compiled code, or None; for a graph that is called."""
+    """Return the innermost region open outside compiled code, or None; for a graph that is called."""
     regions = None
     if _stack.regions:
         _stack.graphs += 1
@@ -100,7 +100,7 @@ def current_region() -> Region | None:
 
 
 def _regions() -> list[_Open]:
-    """The regions around the current call, outermost first: in a backward, those that were opened in it."""
+    """Return the regions around the current call, outermost first: in a backward, those that were opened in it."""
     task = checkpointing.graph_task()
     return [region for region in _stack.regions if region.task == task]
 
@@ -159,12 +159,12 @@ def _unknown_argument(name: str) -> str:
 
 
 def names_a_group() -> bool:
-    """Whether a region around the current call names the ranks over which amaxes are reduced."""
+    """Return whether a region around the current call names the ranks over which amaxes are reduced."""
     return any(region.group is not None for region in _regions())
 
 
 def amax_group() -> str | None:
-    """The name of the group that the regions ask for, or of all ranks; None if there is one rank."""
+    """Return the name of the group that the regions ask for, or of all ranks; None if there is one rank."""
     if not _WITH_RANKS or not dist.is_initialized():
         return None
     group = next((r.group for r in reversed(_regions()) if r.group is not None), dist.group.WORLD)

@@ -61,7 +61,7 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
     def dtype(self, operand: OperandName) -> torch.dtype:
-        """The FP8 type of ``operand``."""
+        """Return the FP8 type of ``operand``."""
         if self is Format.HYBRID and operand == "grad_output":
             return torch.float8_e5m2
         return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
@@ -230,23 +230,23 @@ class Recipe:
         return f"{self.only_for_attention}=True is for attention alone" if self.only_for_attention else ""
 
     def quantizer(self, operand: OperandName) -> Quantizer:
-        """The quantizer of ``operand`` under this recipe."""
+        """Return the quantizer of ``operand`` under this recipe."""
         raise NotImplementedError
 
     def covers(self, gemm: GemmName) -> bool:
-        """Whether this recipe quantizes ``gemm``; if not, that GEMM stays in high precision."""
+        """Return whether this recipe quantizes ``gemm``; if not, that GEMM stays in high precision."""
         return gemm == "fprop" or self.backward_override is None
 
     def dequantizes(self, gemm: GemmName) -> bool:
-        """Whether ``gemm`` reads, in high precision, the numbers that fprop multiplied in FP8."""
+        """Return whether ``gemm`` reads, in high precision, the numbers that fprop multiplied in FP8."""
         return gemm != "fprop" and self.backward_override == "dequantized"
 
     def fast_accum(self, gemm: GemmName) -> bool:
-        """Whether ``gemm`` accumulates in reduced precision."""
+        """Return whether ``gemm`` accumulates in reduced precision."""
         return self.use_fast_accum[GEMMS.index(gemm)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain values: ``{"type": class name, field: value, ...}`` as in a policy file."""
+        """Return the recipe as plain values: ``{"type": class name, field: value, ...}`` as in a policy file."""
         values: dict[str, Any] = {"type": type(self).__name__}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

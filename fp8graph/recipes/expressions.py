@@ -92,12 +92,12 @@ def _matcher(expression: re.Pattern[str]) -> tuple[Part | None, str]:
 
 
 def _is_fast(part: Part) -> bool:
-    """Whether ``re`` matches it, since it tries few ways."""
+    """Return whether ``re`` matches it, since it tries few ways."""
     return part.tries + part.ways <= _MOST_TRIES
 
 
 def cost(expression: re.Pattern[str]) -> int:
-    """The steps of a match with a name of ``LONGEST_NAME`` characters, at most.
+    """Return the steps of a match with a name of ``LONGEST_NAME`` characters, at most.
 
     Raises:
         ValueError: they cannot be bounded, or are too many. The message says why, as what the expression does.
@@ -114,7 +114,8 @@ def cost(expression: re.Pattern[str]) -> int:
 
 
 def matches(expression: re.Pattern[str], name: str) -> bool:
-    """Whether ``expression`` matches the whole ``name``: as ``fullmatch`` says, and in bounded time if ``cost`` is.
+    """Return whether ``expression`` matches the whole ``name``: as ``fullmatch`` says, and in bounded time if ``cost``
+    is.
 
     Raises:
         ValueError: more steps are needed than may be made. It can be a longer name only.
@@ -155,7 +156,7 @@ class _ExpressionParser:
         return part
 
     def _next(self, *kinds: str) -> str | None:
-        """The next token, if it is of one of these kinds."""
+        """Return the next token, if it is of one of these kinds."""
         token = self._ahead
         if token is None or token.lastgroup not in kinds:
             return None
@@ -220,7 +221,7 @@ class _One:
         self._token, self._matches = re.compile(token, flags), dict[str, bool]()
 
     def places(self, name: Name) -> int:
-        """The places before such a character."""
+        """Return the places before such a character."""
         if self._literal is not None:
             return name.of.get(self._literal, 0)
         union = 0

@@ -117,7 +117,7 @@ class Policy:
             raise PolicyError(f"Policy(keep_heads={self.keep_heads!r}): keep_heads must be True or False.")
 
     def resolve(self, fqn: str, op: str, head: str = "") -> Resolution:
-        """The recipes of the three GEMMs of site ``fqn``; ``head``: what shows it to be an output head."""
+        """Return the recipes of the three GEMMs of site ``fqn``; ``head``: what shows it to be an output head."""
         expect("Policy.resolve", "fqn", fqn, str, "the full name of a layer")
         if op not in OPS[:-1]:
             raise PolicyError(f"Policy.resolve(op={op!r}): op must be one of {', '.join(OPS[:-1])}.")
@@ -150,7 +150,7 @@ class Policy:
         return dataclasses.replace(self, rules=rules, default=default, extends=None, keep_heads=heads)
 
     def __str__(self) -> str:
-        """One line per rule, in order."""
+        """Return one line per rule, in order."""
         lines = ["Policy (the first match wins):", *(f"  {rule}" for rule in self.rules)]
         if self.extends is not None:
             lines.append("  then the rules of the default policy: heads, MoE routers, what the model's family keeps")
@@ -166,11 +166,11 @@ class Policy:
         return any(rule.steps is not None for rule in self.rules)
 
     def phase(self, step: int) -> int:
-        """A number that is equal for steps at which the same rules apply."""
+        """Return a number that is equal for steps at which the same rules apply."""
         return sum(bound is not None and bound <= step for rule in self.rules for bound in rule.steps or ())
 
     def at_step(self, step: int) -> Policy:
-        """The policy of one training step: the rules that apply at that step, without their schedule.
+        """Return the policy of one training step: the rules that apply at that step, without their schedule.
 
         ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. A backend counts the
         steps of optimizers and moves on by itself; ``backend.set_policy(policy.at_step(step))`` before each step is
@@ -186,7 +186,7 @@ class Policy:
         return dataclasses.replace(self, rules=[dataclasses.replace(rule, steps=None) for rule in there])
 
     def recipes(self) -> set[Recipe]:
-        """Every recipe that a rule or the default may give."""
+        """Return every recipe that a rule or the default may give."""
         named = [self._default_recipe(), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
         return {recipe for recipe in named if recipe is not None}
 
@@ -196,7 +196,7 @@ class Policy:
         return dataclasses.replace(self, rules=[rule.resolved() for rule in self.rules], default=default)
 
     def identity(self) -> str:
-        """A text that is equal for policies with equal decisions: names are resolved to their current recipes."""
+        """Give a text that is equal for policies with equal decisions: names are resolved to their current recipes."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
         patterns = [
@@ -207,7 +207,7 @@ class Policy:
         return repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads))
 
     def _default_recipe(self) -> Recipe | None:
-        """The recipe that ``default`` stands for; None too where another policy's is meant."""
+        """Return the recipe that ``default`` stands for; None too where another policy's is meant."""
         return None if self.default is INHERIT else resolve_recipe(self.default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Policy:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
-        """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
+        """Return the inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
         keys = {"default", "extends", "keep_heads", "min_speedup", "rules"}
         check_keys("policy", values, {*keys, *WATCH, *SETTINGS}, hint=_smallest())
         others = [f"[{name}]" if name in WATCH else name for name in (*WATCH, *SETTINGS) if name in values]
@@ -260,7 +260,7 @@ class Policy:
         *,
         recipes: Mapping[str, RecipeLike] | None = None,
     ) -> Policy:
-        """A policy with exactly the layers that an FP8 checkpoint quantizes, in its recipe.
+        """Return a policy with exactly the layers that an FP8 checkpoint quantizes, in its recipe.
 
         All other layers stay in high precision, and the report names the checkpoint. The recipe is the one with which
         engines multiply such weights (scales ``amax / 448``), so that a model that is trained under it and exported is
@@ -283,7 +283,7 @@ class Policy:
 
     @staticmethod
     def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
-        """A policy from a Policy, its dict form, a path, or a checkpoint as :meth:`from_checkpoint` takes it."""
+        """Return a policy from a Policy, its dict form, a path, or a checkpoint as :meth:`from_checkpoint` takes it."""
         if isinstance(value, Policy):
             return value
         if is_checkpoint(value):
@@ -297,7 +297,7 @@ class Policy:
 
 
 def is_checkpoint(value: object) -> bool:
-    """Whether a policy is given as an FP8 checkpoint: its folder or config file, or its config."""
+    """Return whether a policy is given as an FP8 checkpoint: its folder or config file, or its config."""
     if isinstance(value, (str, os.PathLike)):
         name = os.path.basename(os.fspath(cast(str, value)))
         return os.path.isdir(value) or (name in CONFIG_FILES and "rules" not in values_of_file(value))
@@ -305,7 +305,7 @@ def is_checkpoint(value: object) -> bool:
 
 
 def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a ``.toml`` or ``.json`` file of a policy, as plain values. Raises PolicyError."""
+    """Return the content of a ``.toml`` or ``.json`` file of a policy, as plain values. Raises PolicyError."""
     file = Path(path)
     try:
         text = text_of_file(file)
@@ -324,14 +324,14 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _smallest() -> str:
-    """A sentence, with a space before it, that shows the smallest policy that has a rule, as a file."""
+    """Return a sentence, with a space before it, that shows the smallest policy that has a rule, as a file."""
     values = {"rules": [Rule("*.o_proj", "rowwise").to_dict()]}
     toml = "\n".join(f"{name} = {_toml(value)}" for name, value in values.items())
     return f" A policy is a table of rules: {toml} in TOML, {json.dumps(values)} in JSON."
 
 
 def text_of_file(file: Path) -> str:
-    """The text of a regular file: a pipe would wait for its writer, and a device may have no end.
+    """Return the text of a regular file: a pipe would wait for its writer, and a device may have no end.
 
     Raises:
         OSError, ValueError: it cannot be read, is no such file or no text, or has more bytes than ``_MOST_BYTES``.
@@ -364,7 +364,7 @@ def in_file(path: str | os.PathLike[str]) -> Generator[None]:
 
 
 def policy_toml(policy: Policy) -> str:
-    """The text of a policy file, which ``Policy.load`` reads: the standard library only reads TOML.
+    """Return the text of a policy file, which ``Policy.load`` reads: the standard library only reads TOML.
 
     Raises:
         UnsupportedRecipeError: a recipe holds a function.
@@ -376,7 +376,7 @@ def policy_toml(policy: Policy) -> str:
 
 
 def rule_toml(rule: Rule) -> str:
-    """One rule of a policy file."""
+    """Return one rule of a policy file."""
     return "\n".join(["[[rules]]", *(f"{name} = {_toml(value)}" for name, value in rule.to_dict().items())])
 
 

@@ -364,7 +364,7 @@ def _covers(scope: Scope, operand: OperandName) -> bool:
 
 
 def has_code(recipe: Recipe) -> bool:
-    """Whether a field is a function, which no cache key can name."""
+    """Return whether a field is a function, which no cache key can name."""
     return any(callable(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
 
 
@@ -401,17 +401,17 @@ def register_recipe(name: str, recipe: Recipe) -> None:
 
 
 def name_of(recipe: Recipe) -> str | None:
-    """A name under which :func:`resolve_recipe` finds a recipe; None: it has none."""
+    """Return a name under which :func:`resolve_recipe` finds a recipe; None: it has none."""
     return next((name for name, other in _NAMES.items() if other == recipe), None)
 
 
 def known_recipe(value: object) -> bool:
-    """Whether ``value`` is the name of a recipe."""
+    """Return whether ``value`` is the name of a recipe."""
     return isinstance(value, str) and value in _NAMES
 
 
 def resolve_recipe(value: RecipeLike) -> Recipe | None:
-    """A recipe object, a recipe's name, its dict form, or ``None``/"high_precision" for no FP8.
+    """Return a recipe object, a recipe's name, its dict form, or ``None``/"high_precision" for no FP8.
 
     Raises:
         UnsupportedRecipeError: for anything else, with the names that exist.
@@ -432,7 +432,7 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
-    """The inverse of :meth:`Recipe.to_dict`.
+    """Return the inverse of :meth:`Recipe.to_dict`.
 
     Raises:
         UnsupportedRecipeError: for an unknown ``type`` or field.

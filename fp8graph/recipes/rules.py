@@ -121,7 +121,7 @@ class Rule:
             )
 
     def __str__(self) -> str:
-        """The rule as a line: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
+        """Return the rule as a line: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
         given = [f"{gemm}: {recipe_text(getattr(self, gemm))}" for gemm in GEMMS if getattr(self, gemm) is not INHERIT]
         return f"{self.where} -> {', '.join([recipe_text(self.recipe), *given])}"
 
@@ -150,7 +150,7 @@ class Rule:
         return self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
 
     def matches(self, fqn: str, op: str) -> bool:
-        """Whether this rule applies to the site ``fqn``."""
+        """Return whether this rule applies to the site ``fqn``."""
         if self.op not in ("*", op):
             return False
         if self.op == "*" and op == "attention" and any(self.recipe_for(gemm) is not None for gemm in GEMMS):
@@ -163,7 +163,7 @@ class Rule:
         return fnmatch.fnmatchcase(fqn, self.pattern)
 
     def recipe_for(self, gemm: GemmName) -> Recipe | None:
-        """The recipe of one GEMM; ``None`` leaves it in high precision."""
+        """Return the recipe of one GEMM; ``None`` leaves it in high precision."""
         recipe = cast(GemmRecipe, getattr(self, gemm))
         return resolve_recipe(self.recipe if recipe is INHERIT else recipe)
 
@@ -172,7 +172,7 @@ class Rule:
         return replace_recipes(self, lambda recipe: recipe if recipe is INHERIT else resolve_recipe(recipe))
 
     def to_dict(self) -> dict[str, Any]:
-        """The rule as in a policy file: only the fields that differ from the defaults."""
+        """Return the rule as in a policy file: only the fields that differ from the defaults."""
         key = "regex" if isinstance(self.pattern, re.Pattern) else "pattern"
         text = _inline_flags(self.pattern) + self.text
         values: dict[str, Any] = {key: text, "recipe": recipe_to_plain(self.recipe)}
@@ -240,7 +240,7 @@ def check_op(op: str, recipe: Recipe | None) -> None:
 
 
 def normalized(recipe: Any) -> Any:
-    """One form for each recipe, so that equal policies compare equal; names stay names."""
+    """Return one form for each recipe, so that equal policies compare equal; names stay names."""
     if isinstance(recipe, dict):
         return resolve_recipe(cast(dict[str, Any], recipe))
     return None if recipe == HIGH_PRECISION else recipe
@@ -265,7 +265,7 @@ def recipe_to_plain(recipe: GemmRecipe) -> Any:
 
 
 def recipe_text(recipe: GemmRecipe) -> str:
-    """A recipe for people: its name, or its class with what differs from the defaults."""
+    """Return a recipe for people: its name, or its class with what differs from the defaults."""
     if recipe is None:
         return "high precision"
     if not isinstance(recipe, Recipe):
@@ -301,7 +301,7 @@ def rule_from_dict(index: int, values: Any) -> Rule:
 
 
 def _compiled(where: str, regex: Any) -> re.Pattern[str]:
-    """An expression of a file: it may not hang who loads it."""
+    """Return an expression of a file: it may not hang who loads it."""
     expect = f"{where}: regex {regex!r:.100}"
     if not isinstance(regex, str):
         raise PolicyError(f"{expect} must be a text.")

@@ -84,18 +84,18 @@ class GraphView:
         return (*self.gemms, *self.others)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The part that is pickled and copied: the text, without the module."""
+        """Return the part that is pickled and copied: the text, without the module."""
         return vars(self) | {"load_module": None}
 
     def summary(self) -> str:
-        """One line: how many of its GEMMs run in FP8, and how much of the multiplying that is."""
+        """Return one line: how many of its GEMMs run in FP8, and how much of the multiplying that is."""
         return summary(self.gemms, self.others)
 
     def __repr__(self) -> str:
         return f"<GraphView {self.name!r}: {self.summary()}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The view as plain values, without the module."""
+        """Return the view as plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
         others: tuple[OtherRecord, ...] = values.pop("others")
@@ -105,7 +105,7 @@ class GraphView:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GraphView:
-        """The inverse of :meth:`to_dict`."""
+        """Return the inverse of :meth:`to_dict`."""
         kinds: dict[str, Any] = {"gemms": GemmRecord, "collectives": CollectiveRecord, "refusals": RefusalRecord}
         fields = _with_tuples(values)
         for name, kind in {**kinds, **OTHERS}.items():
@@ -157,7 +157,7 @@ def add_origins(origins: dict[str, Origin], graph: fx.Graph) -> None:
 
 
 def input_origins(names: Mapping[fx.Node, str | None]) -> dict[str, Origin]:
-    """The inputs of a graph, by their names in the report; None: an unused spare input."""
+    """Return the inputs of a graph, by their names in the report; None: an unused spare input."""
     origins: dict[str, Origin] = {}
     for node, text in names.items():
         root, path = split_source(text or "")
@@ -166,7 +166,9 @@ def input_origins(names: Mapping[fx.Node, str | None]) -> dict[str, Origin]:
 
 
 def source_line(trace: str) -> str:
-    """The innermost line of a stack trace outside of torch, as "models/llama.py:65 x = x * torch.rsqrt(variance)"."""
+    """Return the innermost line of a stack trace outside of torch, as "models/llama.py:65 x = x *
+    torch.rsqrt(variance)".
+    """
     frames = _FRAME.findall(trace)
     outside = [frame for frame in frames if "torch" not in PurePath(frame[0]).parts] or frames
     if not outside:
@@ -178,7 +180,7 @@ def source_line(trace: str) -> str:
 
 
 def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
-    """Every functional collective of ``graph``, in order."""
+    """Return every functional collective of ``graph``, in order."""
     records: list[CollectiveRecord] = []
     in_backward = backward_nodes(graph)
     for node in nodes(graph, collectives.KINDS):
@@ -203,7 +205,7 @@ def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
 
 
 def _ranks(node: fx.Node) -> int:
-    """The size of the group: an argument of gathers and scatters, else that of the group itself."""
+    """Return the size of the group: an argument of gathers and scatters, else that of the group itself."""
     sizes: dict[Any, int] = {collectives.ALL_GATHER: 1, collectives.REDUCE_SCATTER: 2}
     if node.target in sizes:
         return cast(int, node.args[sizes[node.target]])

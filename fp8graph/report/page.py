@@ -49,7 +49,7 @@ _NAME: Final = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=(.])")
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page that shows ``data``, which is from :func:`page_data`."""
+    """Return the page that shows ``data``, which is from :func:`page_data`."""
     parts = {
         "style": _text("page/page.css"),
         "libraries": "\n".join(_libraries(charts=data["statistics"] is not None)),
@@ -112,7 +112,7 @@ class Shown(Protocol):
 def page_data(
     report: Shown, statistics: Iterable[StatisticRecord] | None = None, losses: Losses | None = None
 ) -> dict[str, Any]:
-    """All that the page shows, ready for JSON. Kernels are listed if they were generated before."""
+    """Return all that the page shows, ready for JSON. Kernels are listed if they were generated before."""
     distinct = distinct_graphs(report.graphs)
     kernels: list[KernelRecord] | None = vars(report).get("kernels")  # reading the property would generate them
     return {
@@ -134,7 +134,7 @@ def page_data(
 
 
 def _shares(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord]) -> list[dict[str, Any]]:
-    """The part of the work that is in FP8: natively, emulated, of all."""
+    """Return the part of the work that is in FP8: natively, emulated, of all."""
     apart = [row for row in others if not row.written_out]
     opaque = sum(row.opaque for row in apart)
     title = "FLOPs of all products" + f" but {opaque} of unknown FLOPs" * bool(opaque)
@@ -205,7 +205,9 @@ def distinct_graphs(views: Sequence[GraphView]) -> list[list[int]]:
 
 
 def graph_data(views: Sequence[GraphView], kernels: Mapping[int, KernelRecord] | None = None) -> dict[str, Any]:
-    """One graph, which has the name and the layers of each of ``views``, and its kernels by their places in a list."""
+    """Return one graph, which has the name and the layers of each of ``views``, and its kernels by their places in a
+    list.
+    """
     first = views[0]
     layers = sorted({gemm.fqn for view in views[1:] for gemm in view.gemms})
     return {
@@ -266,7 +268,7 @@ class Folded(NamedTuple):
 
 
 def folded(stages: Mapping[str, str], origins: Mapping[str, Origin]) -> Folded:
-    """The stages without the layers that are identical to an earlier one."""
+    """Return the stages without the layers that are identical to an earlier one."""
     split = {stage: text.split("\n") for stage, text in stages.items()}
     layers = {name: layer for name, origin in origins.items() if (layer := layer_of(origin.module))}
     identical = _identical(_readings(split.values(), layers))
@@ -275,13 +277,13 @@ def folded(stages: Mapping[str, str], origins: Mapping[str, Origin]) -> Folded:
 
 
 def layer_of(module: str) -> str:
-    """The name of the layer that a module belongs to; "" if no number is in its name."""
+    """Return the name of the layer that a module belongs to; "" if no number is in its name."""
     match = _LAYER.match(module)
     return match[0] if match else ""
 
 
 def _name_of(line: str) -> str:
-    """The node that a line of a graph's text makes; "" for a comment, or what the graph returns."""
+    """Return the node that a line of a graph's text makes; "" for a comment, or what the graph returns."""
     name, colon, _ = line.partition(": ")
     return name if colon and name.isidentifier() else ""
 
@@ -353,7 +355,7 @@ def _without(lines: Iterable[str], layers: Mapping[str, str], left_out: Mapping[
 
 
 def _shorter(line: str, layers: Mapping[str, str], left_out: Mapping[str, str]) -> str:
-    """The line that returns, without the results of layers that were left out."""
+    """Return the line that returns, without the results of layers that were left out."""
     results = line.removeprefix("return ").split(", ")
     kept = [name for name in results if layers.get(name, "") not in left_out]
     more = len(results) - len(kept)
@@ -361,7 +363,7 @@ def _shorter(line: str, layers: Mapping[str, str], left_out: Mapping[str, str]) 
 
 
 def statistics_data(records: Iterable[StatisticRecord], losses: Losses | None) -> dict[str, Any]:
-    """The steps, the layers, the loss of each step if it is known, and the matrices, as packed 32-bit floats."""
+    """Return the steps, the layers, the loss of each step if it is known, and the matrices, as packed 32-bit floats."""
     steps: set[int] = set()
     sites: dict[str, int] = {}
     planes: dict[tuple[Any, ...], dict[tuple[int, int], float]] = {}

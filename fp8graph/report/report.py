@@ -145,7 +145,7 @@ class Report:
             raise Fp8CoverageError("FP8 coverage check failed:\n  " + "\n  ".join(problems))
 
     def unmatched(self) -> list[str]:
-        """A line for each of :attr:`unused_rules`, with names that there are; none before anything was compiled."""
+        """Get a line for each of :attr:`unused_rules`, with names that there are; none before anything was compiled."""
         products = [row for row in self.others if isinstance(row, ProductRecord)]
         names = sorted({record.fqn for record in self.decisions} - {product.fqn for product in products})
         some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
@@ -158,7 +158,7 @@ class Report:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, ready for JSON."""
+        """Return the report as plain values, ready for JSON."""
         return {
             "graphs": [graph.to_dict() for graph in self.graphs],
             "in_force": [index for index, graph in enumerate(self.graphs) if graph.policy in self.identities],
@@ -183,7 +183,7 @@ class Report:
             return self.policy.identity()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The part that is pickled and copied: rows and texts, without kernels that were not generated yet."""
+        """Return the part that is pickled and copied: rows and texts, without kernels that were not generated yet."""
         return vars(self) | {"load_kernels": None}
 
     def to_html(
@@ -203,8 +203,9 @@ class Report:
         write_file(path, page(page_data(self, statistics, losses)), f"Report.to_html(path={str(path)!r})")
 
     def summary(self) -> str:
-        """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and
-        what Dynamo runs in eager instead; or that there is no graph yet."""
+        """Return one line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is,
+        and what Dynamo runs in eager instead; or that there is no graph yet.
+        """
         older = len(self.graphs) - len(self.in_force)
         called = "called under this policy" if older else "called"
         waiting = f"no graph: the model has not been {called} yet, or Dynamo compiled nothing of it"

@@ -11,7 +11,7 @@ from fp8graph.records import CollectiveRecord, GemmRecord, OtherRecord, RefusalR
 
 
 def summary(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord] = (), graphs: int | None = None) -> str:
-    """One line that says how many GEMMs run in FP8, and how much of the multiplying that is, whoever multiplies."""
+    """Get one line that says how many GEMMs run in FP8, and how much of the multiplying that is, whoever multiplies."""
     fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
     of_all = shares(gemms, others)
@@ -26,13 +26,13 @@ def summary(gemms: Sequence[GemmRecord], others: Sequence[OtherRecord] = (), gra
 
 
 def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
-    """One line per kind of GEMM in high precision: site, GEMM, number and reason."""
+    """Return one line per kind of GEMM in high precision: site, GEMM, number and reason."""
     _, *rows = gemm_rows(gemm for gemm in gemms if gemm.recipe is None)
     return [f"{site} {gemm} ({count}): {reason}" for site, count, _, gemm, *_, reason in rows]
 
 
 def size_text(number: int) -> str:
-    """A number of bytes as text for people."""
+    """Return a number of bytes as text for people."""
     unit, name = (2**10, "KiB") if number < 2**20 else (2**20, "MiB") if number < 2**30 else (2**30, "GiB")
     return f"{number / unit:.1f} {name}"
 
@@ -55,7 +55,7 @@ class GemmGroup(NamedTuple):
 
 
 def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
-    """One group per kind of GEMM, in the order of their first ones."""
+    """Return one group per kind of GEMM, in the order of their first ones."""
     groups: dict[tuple[str, ...], list[GemmRecord]] = {}
     for gemm in gemms:
         a, b, out = gemm.dtypes
@@ -80,13 +80,13 @@ def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
 
 
 def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
+    """Return one row per kind of GEMM: layers whose names differ only in numbers share a row."""
     rows = ((group.site, str(len(group.gemms)), *group[1:8]) for group in gemm_groups(gemms))
     return [HEADER, *rows]
 
 
 def by_kind(others: Iterable[OtherRecord]) -> list[list[OtherRecord]]:
-    """The rows of each kind of site, in the order of their first ones."""
+    """Return the rows of each kind of site, in the order of their first ones."""
     kinds: dict[type[OtherRecord], list[OtherRecord]] = {}
     for row in others:
         kinds.setdefault(type(row), []).append(row)
@@ -94,7 +94,7 @@ def by_kind(others: Iterable[OtherRecord]) -> list[list[OtherRecord]]:
 
 
 def other_rows(rows: Sequence[OtherRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of decision, as in :func:`gemm_rows`. ``rows``: one or more, of one class."""
+    """Return one row per kind of decision, as in :func:`gemm_rows`. ``rows``: one or more, of one class."""
     groups = Counter((any_layer(row.name) or "(root)", *row.cells()) for row in rows)
     first, *header = rows[0].header
     return [(first, "count", *header), *_counted(groups)]
@@ -107,7 +107,7 @@ def _counted(groups: Counter[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of collective, as in :func:`gemm_rows`."""
+    """Return one row per kind of collective, as in :func:`gemm_rows`."""
     groups: Counter[tuple[str, ...]] = Counter()
     for c in collectives:
         tensor = any_layer(c.tensor) or "(root)"
@@ -118,7 +118,7 @@ def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, 
 
 
 def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
-    """One row per reason, with the sites that it holds for."""
+    """Return one row per reason, with the sites that it holds for."""
     groups: dict[tuple[str, str], list[str]] = {}
     for refusal in refusals:
         groups.setdefault((refusal.what, refusal.reason), []).append(refusal.fqn)
@@ -129,13 +129,13 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
 
 
 def sites(names: Iterable[str]) -> str:
-    """The first names, as in :func:`gemm_rows`."""
+    """Return the first names, as in :func:`gemm_rows`."""
     layers = list(dict.fromkeys(any_layer(name) or "(root)" for name in names))
     return ", ".join(layers[:4]) + (", ..." if len(layers) > 4 else "")
 
 
 def any_layer(name: str) -> str:
-    """A name with * in place of each number."""
+    """Return a name with * in place of each number."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
 
 

@@ -16,7 +16,7 @@ PATIENCE: Final = 2.0  # seconds before a bar is shown
 
 
 def progress_console() -> Console | None:
-    """A console on stderr for progress; None in a pipe, or if rich is not installed."""
+    """Return a console on stderr for progress; None in a pipe, or if rich is not installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console

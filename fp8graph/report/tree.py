@@ -44,11 +44,11 @@ class Notes:
         self.numbers: dict[str, int] = {}
 
     def mark(self, reason: str) -> str:
-        """The text that stands in the tree for ``reason``."""
+        """Return the text that stands in the tree for ``reason``."""
         return f" [{self.numbers.setdefault(reason, len(self.numbers) + 1)}]"
 
     def lines(self) -> list[str]:
-        """The reasons, by their marks."""
+        """Return the reasons, by their marks."""
         return [f"[{number}] {reason}" for reason, number in self.numbers.items()]
 
 
@@ -100,7 +100,7 @@ def _sites(gemms: Iterable[GemmRecord]) -> list[tuple[str, list[list[GemmRecord]
 
 
 def _node(root: Node, site: str, names: Iterable[str]) -> Node:
-    """The node of ``site``; ``names`` are those of all modules that it stands for."""
+    """Return the node of ``site``; ``names`` are those of all modules that it stands for."""
     node = root
     split = [name.split(".") for name in names]
     for depth, part in enumerate(site.split(".")):

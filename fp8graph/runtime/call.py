@@ -44,13 +44,13 @@ class FirstCall:
         self._layer = None if parameter is None else weakref.ref(anchor(parameter))
 
     def is_over(self, parameter: torch.Tensor | None, steps: int) -> bool:
-        """Whether the call that begins now is of a later step, or a later outermost call."""
+        """Return whether the call that begins now is of a later step, or a later outermost call."""
         if parameter is not None and not self._is_of(parameter):
             return False
         return self._steps != steps or self._runs() is None
 
     def _is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether it was a call of the same layer; a layer that is gone made place for another."""
+        """Return whether it was a call of the same layer; a layer that is gone made place for another."""
         layer = self._layer() if self._layer is not None else None
         return layer is None or layer is anchor(parameter)
 
@@ -90,7 +90,7 @@ class BoundCall:
     turn: int
 
     def is_alive(self) -> bool:
-        """Whether all its parameters are."""
+        """Return whether all its parameters are."""
         return all(reference() is not None for reference in self.alive)
 
     def released(self) -> BoundCall:

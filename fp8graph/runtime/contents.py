@@ -70,7 +70,7 @@ def contents_of(tensors: Sequence[Tensor]) -> list[Any]:
 def same_contents(
     pick: Callable[[Sequence[Any]], Sequence[Tensor]], before: Sequence[Any]
 ) -> Callable[[Sequence[Any]], bool]:
-    """A check whether tensors on a CPU hold the numbers that they held ``before``. It keeps no tensor alive.
+    """Return a check whether tensors on a CPU hold the numbers that they held ``before``. It keeps no tensor alive.
 
     Args:
         pick: takes the tensors, or DTensors of them, out of the arguments of a call.
@@ -107,7 +107,7 @@ class Watch:
         self._waiting: tuple[torch.Event, Tensor] | None = None
 
     def __call__(self, _args: Sequence[Any]) -> bool:
-        """Whether nothing is known of a change. Asked once per call: mostly a clock and two comparisons."""
+        """Return whether nothing is known of a change. Asked once per call: mostly a clock and two comparisons."""
         now = time.monotonic()
         pause, self._last = now - self._last > PAUSE, now
         if pause and self._pauses is not None:
@@ -137,7 +137,7 @@ class Watch:
 
 
 def sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
-    """A copy of a tensor in the host's memory, and the event after which it is there."""
+    """Return a copy of a tensor in the host's memory, and the event after which it is there."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
     arrived = torch.Event(tensor.device)
@@ -146,7 +146,9 @@ def sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
 
 
 def _table(tensors: Sequence[Tensor]) -> Any:
-    """A function that returns the fingerprints of ``tensors`` on their device; None where no kernel can read them."""
+    """Return a function that returns the fingerprints of ``tensors`` on their device; None where no kernel can read
+    them.
+    """
     if importlib.util.find_spec("triton") is None or tensors[0].is_meta:
         return None
     if any(not x.is_contiguous() or x.nbytes % 4 for x in tensors):

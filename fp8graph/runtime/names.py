@@ -35,7 +35,7 @@ class Names:
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
     def __contains__(self, model: torch.nn.Module) -> bool:
-        """Whether ``model`` itself was bound."""
+        """Return whether ``model`` itself was bound."""
         return model in self._models
 
     def __bool__(self) -> bool:

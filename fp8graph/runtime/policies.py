@@ -220,7 +220,7 @@ def _named(given: Policy, resolved: Policy, keeps: Callable[[str, Any], bool]) -
 
 
 def _name_if_built_in(recipe: Any) -> Any:
-    """A recipe under a name that means the same everywhere, if it has one: for people to read."""
+    """Return a recipe under a name that means the same everywhere, if it has one: for people to read."""
     return next((name for name in RECIPE_NAMES if resolve_recipe(name) == recipe), recipe)
 
 

@@ -55,7 +55,7 @@ class RankGroups:
         return autocast.amax_group()
 
     def same_in_stage(self, group: str | None) -> bool:
-        """Whether all ranks that have a layer record the same amaxes of it: those of its stage, over ``group``."""
+        """Give whether all ranks that have a layer record the same amaxes of it: those of its stage, over ``group``."""
         return self.in_stage is not None and self.in_stage.complete and self.in_stage.name == group
 
     def compare(self, text: str, kind: str, *, waits: bool) -> None:
@@ -71,7 +71,7 @@ class RankGroups:
             self.now()
 
     def is_dry_run(self) -> bool:
-        """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
+        """Return whether this call runs on uninitialized memory: no amax of it may be recorded."""
         return self.in_stage is not None and distributed.is_dry_run()
 
     def expect_equal_steps(self, group: str) -> None:
@@ -141,7 +141,7 @@ class Meeting:
 
 @functools.cache
 def _meetings() -> dict[tuple[int, ...], Meeting]:
-    """Those of this process, by their ranks: backends share them, since a communicator takes memory."""
+    """Return those of this process, by their ranks: backends share them, since a communicator takes memory."""
     return {}
 
 
@@ -260,7 +260,9 @@ class Comparison:
 
     @classmethod
     def of(cls, text: str, group: str | None, kind: str) -> Comparison | None:
-        """A comparison that begins now; None where there is nobody, or no store, to compare with. It does not wait."""
+        """Return a comparison that begins now; None where there is nobody, or no store, to compare with. It does not
+        wait.
+        """
         ranks = sorted(collectives.ranks_of(group))
         if len(ranks) < 2 or dist.get_backend() == "fake" or (store := distributed.default_store()) is None:  # MPI
             return None
@@ -274,7 +276,7 @@ class Comparison:
         self._judge(self._look())
 
     def is_over(self) -> bool:
-        """Whether all have compared, as far as this rank can see without waiting. Raises a PolicyError as above."""
+        """Say whether all have compared, as far as this rank can see without waiting. Raises a PolicyError as above."""
         now = time.monotonic()
         if now < self._next:
             return False

@@ -48,7 +48,7 @@ class Epoch:
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that returns the items at ``positions``, in one call of C code however many they are."""
+    """Return a function that returns the items at ``positions``, in one call of C code however many they are."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda args: tuple(args[position] for position in positions)
@@ -64,7 +64,7 @@ def _ids(objects: tuple[Any, ...]) -> bytes:
 
 
 def _reads_pointers() -> bool:
-    """Whether this Python keeps them so."""
+    """Return whether this Python keeps them so."""
     probe = Epoch(), Epoch(), "", 0
     return sys.implementation.name == "cpython" and tuple.__itemsize__ == 8 and _pointers(probe) == _ids(probe)
 
@@ -178,7 +178,7 @@ class PeftMerges:
             )
 
     def changed(self) -> bool:
-        """Whether anything was merged or taken out since the last time that this was asked."""
+        """Return whether anything was merged or taken out since the last time that this was asked."""
         if not self._merged:
             return False
         now: list[Any] = [*map(tuple, list(self._merged.values()))]
@@ -284,7 +284,8 @@ def signature(
     storages: bool = True,
     contents: bool = False,
 ) -> tuple[Any, ...]:
-    """A value that changes with each write to ``parameters`` that leaves a trace: a version, an address, or more.
+    """Return a value that changes with each write to ``parameters`` that leaves a trace: a version, an address, or
+    more.
 
     Args:
         steps: take those of optimizers for traces.
@@ -301,7 +302,9 @@ def signature(
 
 
 def _reader(parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], tuple[Any, ...]]:
-    """A function that reads the signature of tensors such as these, without storages, in as few calls as they allow."""
+    """Return a function that reads the signature of tensors such as these, without storages, in as few calls as they
+    allow.
+    """
     if any(local(x) is not x for x in parameters):
         return functools.partial(signature, storages=False)
     tracked = [i for i, x in enumerate(parameters) if not x.is_inference()]  # the others have no version
@@ -318,5 +321,5 @@ def version(parameter: Tensor) -> tuple[int, ...]:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """A key equal for tensors of one storage. It keeps no data alive, yet no other storage becomes equal to it."""
+    """Give a key equal for tensors of one storage. It keeps no data alive, yet no other storage becomes equal to it."""
     return StorageWeakRef(tensor.untyped_storage())

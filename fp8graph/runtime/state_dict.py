@@ -31,7 +31,7 @@ class Keeper(Protocol):
         ...
 
     def recognizes(self, name: str) -> bool:
-        """Whether an entry of this name is one of its own."""
+        """Return whether an entry of this name is one of its own."""
         ...
 
     def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
@@ -49,7 +49,7 @@ def refusal(problem: str) -> StateError:
 
 
 def has_numbers(x: Tensor) -> bool:
-    """Whether the numbers of a tensor are there, one after the other."""
+    """Return whether the numbers of a tensor are there, one after the other."""
     return not x.is_meta and x.layout is torch.strided
 
 
@@ -116,7 +116,7 @@ class BackendState:
         return self._not_shared
 
     def by_layer(self, layers: Iterable[str]) -> dict[str, BackendState]:
-        """A value for each of ``layers``, by its full name, and one for all other entries, as :data:`OTHERS`.
+        """Return a value for each of ``layers``, by its full name, and one for all other entries, as :data:`OTHERS`.
 
         Ranks that run other layers save under other names then, and whoever runs a layer later finds it.
         """
@@ -158,7 +158,7 @@ class BackendState:
         return BackendState(copy.deepcopy(self._entries, memo), self._not_shared, self._stage, self._of_stage)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A file can be read without fp8graph, also with ``weights_only=True``."""
+        """Let a file be read without fp8graph, also with ``weights_only=True``."""
         return OrderedDict, (), None, None, iter(self._entries.items())
 
     def __create_write_items__(self, fqn: str, _state: object) -> list[Any]:

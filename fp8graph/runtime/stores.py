@@ -140,11 +140,11 @@ class Store:
         return ""
 
     def recognizes(self, name: str) -> bool:
-        """Whether an entry of a state dict is one of its own."""
+        """Return whether an entry of a state dict is one of its own."""
         return False
 
     def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
-        """A function that takes them."""
+        """Return a function that takes them."""
         return lambda: None
 
     def start(self, backend: Any, arguments: Mapping[str, Any]) -> Any:
@@ -171,7 +171,9 @@ class Store:
         return None
 
     def condition(self, *, gradients: bool) -> Condition | None:
-        """A condition of the call of a graph that begins now; read in every call. A repetition has that of the call."""
+        """Return a condition of the call of a graph that begins now; read in every call. A repetition has that of the
+        call.
+        """
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:
@@ -236,7 +238,7 @@ class KeptScales(Store):
         raise NotImplementedError
 
     def scales_in(self, tensor: Tensor) -> Tensor:
-        """A table of the scales in a tensor of this store, as a copy: see ``numerics.formats.table_of``."""
+        """Return a table of the scales in a tensor of this store, as a copy: see ``numerics.formats.table_of``."""
         raise NotImplementedError
 
     def stage(self, tensors: Sequence[Tensor], amaxes: Sequence[Sequence[Tensor]]) -> None:
@@ -244,7 +246,8 @@ class KeptScales(Store):
         raise NotImplementedError
 
     def peek(self, extra_input: Any, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """A copy of the tensor that a weight's graph takes as ``extra_input``, with the present scale of ``owners``.
+        """Return a copy of the tensor that a weight's graph takes as ``extra_input``, with the present scale of
+        ``owners``.
 
         A collective if that is yet to come from ``parameters``: the same as the model has them, perhaps sharded.
         """

@@ -40,7 +40,7 @@ _RECIPES: Final[dict[Scaling, str]] = {
 
 
 def fp8_gpu() -> torch.device:
-    """The current GPU.
+    """Return the current GPU.
 
     Raises:
         ConfigError: there is no GPU, or it does not multiply FP8.
@@ -55,7 +55,7 @@ def fp8_gpu() -> torch.device:
 
 
 def elapsed(run: Callable[[], Any], iterations: int) -> float:
-    """The seconds per call, over ``iterations`` consecutive calls."""
+    """Return the seconds per call, over ``iterations`` consecutive calls."""
     wait = torch.accelerator.synchronize if torch.accelerator.is_available() else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -66,7 +66,7 @@ def elapsed(run: Callable[[], Any], iterations: int) -> float:
 
 
 def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) -> float:
-    """The seconds per call in the fastest of ``rounds`` rounds (disturbances only make a machine slower)."""
+    """Return the seconds per call in the fastest of ``rounds`` rounds (disturbances only make a machine slower)."""
     for _ in range(3):
         run()
     return min(elapsed(run, iterations) for _ in range(rounds))
@@ -164,7 +164,7 @@ def narrow(layers: int) -> Iterator[torch.nn.Module]:
 
 
 def _scaled_mm(gpu: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """The fprop of a square linear, with operands as ``gpu`` has them."""
+    """Return the fprop of a square linear, with operands as ``gpu`` has them."""
     operands: tuple[OperandName, OperandName] = ("input", "weight")
     a, b = (gpu.quantizer(recipe, operand) for operand in operands)
     m, n, k = gpu.alignment(a, b)
@@ -189,7 +189,7 @@ def _scaled_mm(gpu: Hardware, recipe: Recipe, size: int, device: torch.device) -
 
 
 def describe(done: Calibration, gpu: Hardware) -> str:
-    """One line about the last measurement."""
+    """Return one line about the last measurement."""
     if done.failed:
         return f"left out: {done.failed}"
     speed, last = done.speed, done.measured[-1]

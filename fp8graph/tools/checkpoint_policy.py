@@ -73,7 +73,7 @@ class _Layers:
         self._say_listed()
 
     def policy(self) -> Policy:
-        """One rule for the layers that differ in numbers alone and have one form."""
+        """Return one rule for the layers that differ in numbers alone and have one form."""
         rules: dict[tuple[str, LayerFormat], list[str]] = {}
         for module, op, stored in self._modules():
             rules.setdefault((op, stored), []).append(module)
@@ -87,7 +87,7 @@ class _Layers:
         return Policy(made, default=None, min_speedup=0)
 
     def _modules(self) -> Iterator[tuple[str, str, LayerFormat]]:
-        """Each module with quantized weights, the op of a rule for it, and the form of its weights.
+        """Yield each module with quantized weights, the op of a rule for it, and the form of its weights.
 
         Raises:
             CheckpointError: a module has weights of several forms.
@@ -124,7 +124,7 @@ class _Layers:
         return owners
 
     def _unlisted(self) -> Iterator[tuple[str, LayerFormat]]:
-        """The layers that the config leaves in high precision, and the files have in FP8: stored as others are.
+        """Yield the layers that the config leaves in high precision, and the files have in FP8: stored as others are.
 
         Raises:
             CheckpointError: no other layer is stored so.
@@ -159,18 +159,18 @@ class _Layers:
 
 
 def _leaf(layer: str) -> str:
-    """The last part of a name; * for a number, which differs from layer to layer."""
+    """Return the last part of a name; * for a number, which differs from layer to layer."""
     return any_layer(f"{layer}.").removesuffix(".").rpartition(".")[2]
 
 
 def _owner(layer: str) -> tuple[str, str]:
-    """The module of a layer, by the names that transformers gives to experts, and the op of a rule for it."""
+    """Return the module of a layer, by the names that transformers gives to experts, and the op of a rule for it."""
     expert = _EXPERT.fullmatch(layer)
     return (layer, "linear") if expert is None else (expert[1], "*")
 
 
 def _as_one(stored: LayerFormat) -> LayerFormat:
-    """The form without its names and places, which do not change what is computed."""
+    """Return the form without its names and places, which do not change what is computed."""
     return LayerFormat(
         scheme=stored.scheme,
         suffixes=stored.suffixes.__class__(),
@@ -210,7 +210,7 @@ def _products(rows: list[tuple[str, ...]]) -> Iterator[tuple[list[str], ...]]:
 
 
 def _of_config(quantization: Quantization, name: str, recipes: _Given) -> Policy:
-    """The rules of a config, which names no layer of a model."""
+    """Return the rules of a config, which names no layer of a model."""
     rules: list[Rule] = []
     default: Recipe | None = None
     for expression, stored in quantization.selections():
@@ -255,12 +255,12 @@ def _check(expression: str, name: str) -> None:
 
 
 def _named(recipe: Recipe | None) -> RecipeLike:
-    """A recipe by its name, if it has one: policies are shorter so."""
+    """Return a recipe by its name, if it has one: policies are shorter so."""
     return recipe if recipe is None else name_of(recipe) or recipe
 
 
 def _recipe_of(stored: LayerFormat, where: str, recipes: _Given) -> Recipe | None:
-    """The recipe that computes what engines compute with weights that are ``stored`` so.
+    """Return the recipe that computes what engines compute with weights that are ``stored`` so.
 
     Raises:
         CheckpointError: there is none, and none is given.
@@ -277,7 +277,7 @@ def _recipe_of(stored: LayerFormat, where: str, recipes: _Given) -> Recipe | Non
 
 
 def _kind_of(stored: LayerFormat) -> tuple[str, str]:
-    """The kind of scaling that is computed as ``stored`` is, and ""; or a recipe near it, and why there is none."""
+    """Get the kind of scaling that is computed as ``stored`` is, and ""; or a recipe near it, and why there is none."""
     activation, (rows, columns) = stored.activation, stored.block
     e8m0 = torch.uint8 in stored.scale_dtypes
     one, row = stored.block == (WHOLE, WHOLE), stored.block == (1, WHOLE)

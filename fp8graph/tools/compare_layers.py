@@ -39,7 +39,9 @@ def _by_verl(layer: str) -> bool:
 
 
 def _by_class(layer: str) -> bool:
-    """Every linear and all experts. Heads are no linears there, and routers are built without a quantization config."""
+    """Return every linear and all experts. Heads are no linears there, and routers are built without a quantization
+    config.
+    """
     return not any(layer == name or layer.endswith(f".{name}") for name in (*HEADS, *ROUTERS))
 
 
@@ -93,7 +95,7 @@ class LayerComparison:
         return {"there": self.there, "same": self.same, **lists, "other_recipe": other}
 
     def __str__(self) -> str:
-        """One line per kind of layer that differs."""
+        """Return one line per kind of layer that differs."""
         counts = f"{len(self.both)} layers in FP8 here and in {self.there}, {len(self.neither)} in neither"
         lines = [f"the same layers: {counts}" if self.same else f"not the same layers: {counts}"]
         for text, layers in (
@@ -154,7 +156,7 @@ def compare_layers(
 
 
 def _policy(given: Any) -> tuple[str, Policy]:
-    """The policy that ``given`` stands for, and its name in a text."""
+    """Return the policy that ``given`` stands for, and its name in a text."""
     if isinstance(given, str) and not os.path.exists(given):
         choices = f"{', '.join(ENGINES)}, a policy or a path"
         raise ConfigError(f"compare_layers(with_={given!r}): not one of {choices}.{did_you_mean(given, ENGINES)}")
@@ -164,7 +166,7 @@ def _policy(given: Any) -> tuple[str, Policy]:
 
 
 def _recipe(policy: Policy, row: GemmRecord) -> str | None:
-    """The name of the recipe of a layer's fprop under ``policy``; None: high precision."""
+    """Return the name of the recipe of a layer's fprop under ``policy``; None: high precision."""
     head = row.reason.removeprefix(_HEAD) if row.reason.startswith(_HEAD) else ""
     recipe = policy.resolve(row.fqn, row.op, head).recipes["fprop"]
     return None if recipe is None else recipe.name

@@ -69,7 +69,7 @@ class TrainingRun:
 
 
 def corpus() -> Tensor:
-    """The training text as ASCII bytes: pydoc's help topics, in every installation of Python."""
+    """Return the training text as ASCII bytes: pydoc's help topics, in every installation of Python."""
     import pydoc_data.topics
 
     texts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
@@ -84,7 +84,9 @@ def batches(text: Tensor, steps: int, seed: int, size: int = BATCH) -> list[Tens
 
 
 def build_model(seed: int, layers: int = 2, *, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Any:
-    """A Llama of the largest size (3.3 million parameters): ``SIZES[0]``, 256 byte tokens; ``sizes``: other ones."""
+    """Return a Llama of the largest size (3.3 million parameters): ``SIZES[0]``, 256 byte tokens; ``sizes``: other
+    ones.
+    """
     torch.manual_seed(seed)
     values: dict[str, Any] = {
         "vocab_size": 256,
@@ -146,7 +148,7 @@ def prepare(name: str, model: Any, backend: Any, tokens: Tensor) -> TrainingRun:
 
 
 def _step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """One training step; returns the loss."""
+    """Take one training step, and return its loss."""
     optimizer.zero_grad()
     loss = _gradients(compiled, tokens)
     optimizer.step()
@@ -238,20 +240,20 @@ def progress(steps: int, console: Console) -> Generator[Callable[[str, int], Non
 
 
 def mean_of_last(losses: Sequence[float]) -> float:
-    """The mean of the last ``LAST`` losses, or of the second half of few."""
+    """Return the mean of the last ``LAST`` losses, or of the second half of few."""
     last = losses[-max(1, min(LAST, len(losses) // 2)) :]
     return sum(last) / len(last)
 
 
 def verdict(plain: Sequence[float], fp8: Sequence[float]) -> tuple[float, bool]:
-    """The relative difference of the mean of the last losses, and whether it is within the tolerance."""
+    """Return the relative difference of the mean of the last losses, and whether it is within the tolerance."""
     a, b = mean_of_last(plain), mean_of_last(fp8)
     difference = (b - a) / a
     return difference, abs(difference) <= TOLERANCE
 
 
 def plot_png(plain: TrainingRun, fp8: TrainingRun, path: Path) -> None:
-    """Both loss curves in one picture."""
+    """Draw both loss curves in one picture."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -266,7 +268,7 @@ def plot_png(plain: TrainingRun, fp8: TrainingRun, path: Path) -> None:
 
 
 def plot_terminal(plain: TrainingRun, fp8: TrainingRun, width: int) -> str:
-    """Both loss curves as text."""
+    """Return both loss curves as text."""
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plot_size(min(width - 2, 100), 18)

@@ -64,7 +64,7 @@ HOSTS: Final = {
 
 
 def hosts() -> list[tuple[str, str]]:
-    """The installed ones of ``HOSTS``, and whether the tests ran with these versions."""
+    """Return the installed ones of ``HOSTS``, and whether the tests ran with these versions."""
     rows: list[tuple[str, str]] = []
     for name, tried in HOSTS.items():
         if (version := _installed(name)) is not None:
@@ -80,12 +80,14 @@ def _installed(name: str) -> str | None:
 
 
 def here() -> tuple[str, str, str | None]:
-    """The versions of torch, Python and transformers (None: it is not installed) of this machine."""
+    """Return the versions of torch, Python and transformers (None: it is not installed) of this machine."""
     return torch.__version__, platform.python_version(), _installed("transformers")
 
 
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
-    """Whether tests ran on these versions together, or with another Python; if not, the nearest that they ran on."""
+    """Return whether tests ran on these versions together, or with another Python; if not, the nearest that they ran
+    on.
+    """
     both = [run for run in RUNS if _same(torch_version, run.torch) and _same(transformers, run.transformers)]
     matches = [run for run in both if _same(python, run.python)] or both
     if matches:
@@ -118,7 +120,7 @@ def support(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
 
 
 def architectures() -> list[tuple[str, ...]]:
-    """One row per recipe (linears, then experts) and one for the default recipe; one column per architecture."""
+    """Return one row per recipe (linears, then experts) and one for the default recipe; one column per architecture."""
     devices = [hardware.from_target(name) for name in hardware.EXAMPLES]
     rows: list[tuple[str, ...]] = [("recipe", *hardware.EXAMPLES)]
     for name in RECIPE_NAMES:

@@ -109,7 +109,7 @@ class Generating(Backend):
         self._seen: Counter[tuple[str, bool]] = Counter()  # graphs with the same text and direction
 
     def kernels(self, report: Report) -> list[KernelRecord]:
-        """The kernels of all graphs, in order, each with the number that its graph has in ``report``."""
+        """Return the kernels of all graphs, in order, each with the number that its graph has in ``report``."""
         numbers: dict[str, list[int]] = {}
         for number, view in enumerate(report.graphs):
             numbers.setdefault(view.after, []).append(number)

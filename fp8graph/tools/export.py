@@ -158,7 +158,8 @@ def quantized_shards(
     *,
     calibration: Iterable[Any] | None = None,
 ) -> Iterator[TensorShard]:
-    """The part of :func:`quantized_state` that this rank has: each tensor's numbers and their place, and no gather.
+    """Yield the part of :func:`quantized_state` that this rank has: each tensor's numbers and their place, and no
+    gather.
 
     The parts of all ranks together have the bytes of :func:`quantized_state`. Numbers that several ranks have, such as
     scales of the whole tensor, replicas, or the scale of a tile between two ranks, come to each of them. A tensor of
@@ -218,7 +219,7 @@ class _Plan:
             self._choose(name, written)
 
     def _find(self, model: nn.Module, lines: list[str]) -> list[Multiplied]:
-        """The weights that are written in FP8. ``lines``: says which."""
+        """Return the weights that are written in FP8. ``lines``: says which."""
         if adapted := adapted_modules(self.model):
             raise ConfigError(
                 f"{type(self.model).__name__} has modules of PEFT ({adapted[-1]}), whose names no engine knows. Call "
@@ -329,7 +330,7 @@ class _Plan:
             self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
     def _stored_layers(self) -> Iterator[Multiplied]:
-        """The linears and tables that arrived in FP8 or FP4: their bytes are read as they are.
+        """Yield the linears and tables that arrived in FP8 or FP4: their bytes are read as they are.
 
         Raises:
             ConfigError: no format has a form for one of them.
@@ -394,7 +395,7 @@ class _Plan:
             yield from self._cut(weight)
 
     def layer_shards(self) -> Iterator[TensorShard]:
-        """The same, as far as this rank has them."""
+        """Yield the same, as far as this rank has them."""
         for weight in multiplied_by(self._backend, self.model, wanted=self._parts):
             if mesh_of(weight.data) is None:
                 yield from self._whole_layers(weight)
@@ -415,12 +416,12 @@ class _Plan:
             yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
-        """All other tensors of the model's state dict, as they are saved; of tied ones, the first."""
+        """Yield all other tensors of the model's state dict, as they are saved; of tied ones, the first."""
         for names, tensors in self._others:
             yield from as_saved(self.model, {name: whole(tensors[name].detach()) for name in names}).items()
 
     def other_shards(self) -> Iterator[TensorShard]:
-        """The same, as far as this rank has them."""
+        """Yield the same, as far as this rank has them."""
         for names, tensors in self._others:
             if not any(mesh_of(tensors[name]) is not None for name in names):
                 saved = as_saved(self.model, {name: tensors[name].detach() for name in names})
@@ -434,7 +435,7 @@ class _Plan:
                 yield from shards_of_rows(f"{part.layer}.weight", tensor, part)
 
     def _other_tensors(self) -> list[tuple[list[str], dict[str, Tensor]]]:
-        """The names of tensors that are saved together, and these tensors, as the model has them."""
+        """Return the names of tensors that are saved together, and these tensors, as the model has them."""
         seen: set[tuple[Any, ...]] = set()
         tensors: dict[str, Tensor] = {}
         for saved, tensor in self.model.state_dict().items():
@@ -454,7 +455,7 @@ class _Plan:
         return [(names, {name: tensors[name] for name in names}) for names in groups]
 
     def ignore(self) -> list[str]:
-        """The linears that are written in high precision, by the names of the model and of its checkpoints."""
+        """Return the linears that are written in high precision, by the names of the model and of its checkpoints."""
         linears = [f"{name}.weight" for name, module in self._modules.items() if isinstance(module, nn.Linear)]
         kept = {*linears, *matrices_of(self._backend, self.model)} - self._parts.keys()  # routers, too
         shapes = {name: x.shape for name, x in self._parameters.items() if name in kept and x.ndim == 2}
@@ -464,7 +465,7 @@ class _Plan:
 
 
 def _why_not_again(stored: StoredWeight) -> str | None:
-    """The reason why no format stores inputs as those of ``stored`` are quantized; None if one does."""
+    """Return the reason why no format stores inputs as those of ``stored`` are quantized; None if one does."""
     if stored.activations == "none":
         return "its checkpoint quantizes weights only, and every form that is written here quantizes inputs, too"
     if stored.activations == "static" and stored.scaling not in ("tensor", "nvfp4"):
@@ -473,13 +474,13 @@ def _why_not_again(stored: StoredWeight) -> str | None:
 
 
 def _folder_of(config: Any) -> Path | None:
-    """The folder that a model was loaded from, if it is one on this machine."""
+    """Return the folder that a model was loaded from, if it is one on this machine."""
     path = getattr(config, "_name_or_path", "")
     return Path(path) if path and Path(path).is_dir() else None
 
 
 def _written(config: Any, model: nn.Module) -> dict[str, Any] | None:
-    """The model's config as transformers writes it; None for other models."""
+    """Return the model's config as transformers writes it; None for other models."""
     if not hasattr(config, "to_diff_dict"):
         return None
     values = json.loads(config.to_json_string(use_diff=True))
@@ -521,7 +522,7 @@ def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Ite
 
 
 def _on_all_ranks(batches: Iterable[Any], mesh: Any) -> Iterator[Any]:
-    """The batches of this rank; an error on all ranks, if one has no more, or something else than a batch."""
+    """Yield the batches of this rank; an error on all ranks, if one has no more, or something else than a batch."""
     rest, end = iter(batches), object()
     while True:
         with fail_together(mesh) as lines:
@@ -603,7 +604,9 @@ def export_folder(
 
 
 def _linears_in(model: nn.Module, shards: Shards) -> Iterator[tuple[str, str]]:
-    """The linears in ``shards``, in high precision: their names there, and the modules of ``model`` that own them."""
+    """Yield the linears in ``shards``, in high precision: their names there, and the modules of ``model`` that own
+    them.
+    """
     modules = model.named_modules()
     shapes = {f"{name}.weight": module.weight.shape for name, module in modules if isinstance(module, nn.Linear)}
     shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}  # experts
@@ -616,7 +619,7 @@ def _linears_in(model: nn.Module, shards: Shards) -> Iterator[tuple[str, str]]:
 
 
 def _recipe_of(owner: str, model: Any, policy: Policy) -> Recipe | None:
-    """The recipe with which fprop multiplies the weights of the module ``owner``."""
+    """Return the recipe with which fprop multiplies the weights of the module ``owner``."""
     module = model.get_submodule(owner)
     head = "the model's output embedding" if model.get_output_embeddings() is module else ""
     return policy.resolve(owner, "linear" if isinstance(module, nn.Linear) else "grouped_mm", head).recipes["fprop"]

@@ -44,7 +44,7 @@ def counted(findings: Sequence[Finding]) -> str:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """A paragraph for each rule: its first layers, and what to do."""
+    """Return a paragraph for each rule: its first layers, and what to do."""
     rules: dict[tuple[str, str, str], list[Finding]] = {}
     for each in in_order(findings):
         rules.setdefault((each.severity, each.rule, each.todo), []).append(each)

@@ -39,7 +39,7 @@ class MatrixRows:
 
 
 def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[MatrixRows]]:
-    """The linears as which the parameters of these names and shapes ([N, K] or [experts, N, K]) are stored.
+    """Return the linears as which the parameters of these names and shapes ([N, K] or [experts, N, K]) are stored.
 
     A parameter that is not stored as linears, or not alone, is left out.
     """
@@ -64,7 +64,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
 
 
 def saved_layers(model: nn.Module) -> dict[str, list[str]]:
-    """The names of the linears as which each matrix of ``model`` is stored, by the name of its parameter.
+    """Return the names of the linears as which each matrix of ``model`` is stored, by the name of its parameter.
 
     Raises:
         ConfigError: the matrices of ``model``, which may be on the meta device, have too many rows to number them.
@@ -78,7 +78,7 @@ def saved_layers(model: nn.Module) -> dict[str, list[str]]:
 
 
 def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list[MatrixRows] | None:
-    """The name under which a tensor is saved as it is, or the rows that are saved apart; None: in other pieces."""
+    """Give the name under which a tensor is saved as it is, or the rows that are saved apart; None: in other pieces."""
     tensor = torch.empty(shape, device="meta")
     made = as_saved(model, {name: tensor})
     if [*map(id, made.values())] == [id(tensor)]:
@@ -87,7 +87,7 @@ def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list
 
 
 def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names of ``tensors``, those together that ``model`` saves in common pieces."""
+    """Return the names of ``tensors``, those together that ``model`` saves in common pieces."""
     alone = {name: torch.tensor(source).expand(x.shape) for source, (name, x) in enumerate(tensors.items())}
     names, groups = list(tensors), {name: {name} for name in tensors}
     places = {x.data_ptr(): name for name, x in alone.items()}
@@ -99,7 +99,7 @@ def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list
 
 
 def why_not(weight: Multiplied, parts: Sequence[MatrixRows]) -> str | None:
-    """The reason why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
+    """Return the reason why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
     rows, height = weight.data.shape[-2], _tile_rows(weight)
     for part in parts:
         start, stop = int(part.rows[0]), int(part.rows[-1]) + 1
@@ -125,7 +125,7 @@ def cut(weight: Multiplied, parts: Sequence[MatrixRows]) -> Iterator[tuple[str, 
 
 
 def scale_rows_of(weight: Multiplied, part: MatrixRows) -> Tensor:
-    """The rows of tiles of a matrix of ``weight`` that are those of ``part``."""
+    """Return the rows of tiles of a matrix of ``weight`` that are those of ``part``."""
     height = _tile_rows(weight)
     return part.rows[::height] // height
 
@@ -139,7 +139,7 @@ def selected(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _has_rows(weight: Multiplied) -> bool:
-    """Whether each row of tiles of ``weight`` has scales."""
+    """Return whether each row of tiles of ``weight`` has scales."""
     return SCALINGS[weight.quantizer.scaling].scale_shape(1, 1, [1, 1]) is not None
 
 
@@ -174,13 +174,13 @@ def as_stored(weight: Multiplied, stored: LayerFormat, amax: Tensor | None) -> Q
 
 
 def kind_of(weight: Multiplied) -> Kind:
-    """The kind of scaling and the tile of ``weight``, for :func:`chosen`."""
+    """Return the kind of scaling and the tile of ``weight``, for :func:`chosen`."""
     rows, columns = weight.quantizer.block
     return weight.quantizer.scaling, (1 if SCALINGS[weight.quantizer.scaling].packed > 1 else rows, columns)
 
 
 def with_one_scale(weight: Multiplied) -> Kind | None:
-    """The kind of a weight that arrived with one scale, where its layer multiplies another; None if it did not.
+    """Return the kind of a weight that arrived with one scale, where its layer multiplies another; None if it did not.
 
     Inputs with a scale per token are multiplied by a weight whose scale is repeated for each row.
     """
@@ -192,7 +192,7 @@ def with_one_scale(weight: Multiplied) -> Kind | None:
 def chosen(
     name: str, kinds: Mapping[str, Kind], inputs: Collection[str]
 ) -> tuple[type[Quantization], dict[Kind, LayerFormat]]:
-    """The format, and how it stores each kind of weight.
+    """Return the format, and how it stores each kind of weight.
 
     ``inputs``: the layers of whose input a static scale is known.
     """

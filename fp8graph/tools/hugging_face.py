@@ -39,7 +39,7 @@ _DENSE: Final = "first_k_dense_replace"
 
 
 def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
-    """The config in a file or a folder, or the defaults of a model type, and a sentence on what was cut of it.
+    """Return the config in a file or a folder, or the defaults of a model type, and a sentence on what was cut of it.
 
     Args:
         name: a config.json, a folder that holds one, or a model type.
@@ -102,13 +102,13 @@ def _cut(config: Any, layers: int) -> Iterator[str]:
 
 
 def positions_of(config: Any) -> int | None:
-    """The tokens for which each part of a model has positions; None where a config does not say."""
+    """Return the tokens for which each part of a model has positions; None where a config does not say."""
     numbers = (getattr(part, "max_position_embeddings", None) for part in _parts(config))
     return min((number for number in numbers if isinstance(number, int)), default=None)
 
 
 def model_of(config: Any, name: str | None = None, *, most: int | None = None) -> Any:
-    """The model of ``config`` on the meta device, in bf16.
+    """Return the model of ``config`` on the meta device, in bf16.
 
     Args:
         config: of transformers.
@@ -215,7 +215,7 @@ def inputs_of(model: Any, batch: int, seq: int, *, training: bool) -> tuple[dict
 
 
 def _images(config: Any, batch: int) -> tuple[torch.Tensor, int]:
-    """One image for each of ``batch``, and how many tokens a language model has for it."""
+    """Return one image for each of ``batch``, and how many tokens a language model has for it."""
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -226,7 +226,7 @@ def _images(config: Any, batch: int) -> tuple[torch.Tensor, int]:
 
 
 def _sound(config: Any, batch: int, seq: int) -> torch.Tensor:
-    """A spectrogram if the config has its size, else a wave of ``seq`` tokens."""
+    """Return a spectrogram if the config has its size, else a wave of ``seq`` tokens."""
     if (bins := getattr(config, "num_mel_bins", None)) and (length := getattr(config, "max_length", None)):
         return torch.zeros(batch, length, bins)
     samples = seq * math.prod(getattr(config, "conv_stride", (320,)))
@@ -234,7 +234,7 @@ def _sound(config: Any, batch: int, seq: int) -> torch.Tensor:
 
 
 def language_model(folder: Path) -> tuple[Any, Any]:
-    """The model in bf16, on the GPU if there is one, in the mode for training; and its tokenizer.
+    """Return the model in bf16, on the GPU if there is one, in the mode for training; and its tokenizer.
 
     Raises:
         ConfigError: the folder has no such model, or no tokenizer.

@@ -95,7 +95,7 @@ class Inspection:
     architecture: str = ""  #: a sentence: with which model the names were compared, or why not; "": not compared
 
     def outliers(self, count: int = 5) -> list[LayerSummary]:
-        """The layers with the largest ratios of scales, and those with the largest shares of saturated numbers."""
+        """Give the layers with the largest ratios of scales, and those with the largest shares of saturated numbers."""
         broken = [one for one in self.layers if one.nan]
         by_ratio = sorted(self.layers, key=lambda one: -one.scale_ratio)[:count]
         by_share = sorted(self.layers, key=lambda one: -one.saturated)[:count]
@@ -231,7 +231,7 @@ def counts_of(data: Tensor) -> Counts:
 
 
 def scale_ratio(scales: Tensor) -> float:
-    """The largest scale over the smallest that is not zero; inf if one is inf, NaN if one is NaN."""
+    """Return the largest scale over the smallest that is not zero; inf if one is inf, NaN if one is NaN."""
     if scales.isnan().any():
         return math.nan
     positive = scales.abs()
@@ -253,7 +253,7 @@ def inspected(folder: Path) -> Inspection:
 
 
 def text(inspection: Inspection) -> str:
-    """The contents of a checkpoint, for people."""
+    """Return the contents of a checkpoint, for people."""
     share = f"{100 * inspection.quantized_share:.1f} % of the numbers"
     files = f"{inspection.files} file{'s' * (inspection.files != 1)}"
     origin = f"{inspection.folder}: {inspection.format}, {files}, {size_text(inspection.bytes)}"
@@ -306,7 +306,7 @@ def _some(names: list[str]) -> str:
 
 
 def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
-    """The class that the names were compared with, or why they were not; and what is missing or left over.
+    """Return the class that the names were compared with, or why they were not; and what is missing or left over.
 
     Returns:
         A sentence, and problems in sentences without their full stop.
@@ -335,7 +335,7 @@ def named_problems(checkpoint: Checkpoint, model: Any) -> list[str]:
 
 
 def shapes_of(checkpoint: Checkpoint, model: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The shape of each weight that both have: in the checkpoint, decoded, and in ``model``."""
+    """Return the shape of each weight that both have: in the checkpoint, decoded, and in ``model``."""
     saved = _saved(model)
     names = _tensors(checkpoint, [*saved], getattr(model, "base_model_prefix", ""))
     stored = (*(checkpoint.layers), *checkpoint.others)
@@ -347,7 +347,7 @@ def shapes_of(checkpoint: Checkpoint, model: Any) -> dict[str, tuple[tuple[int, 
 
 
 def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """The shape of a tensor, or of the weight of a quantized layer."""
+    """Return the shape of a tensor, or of the weight of a quantized layer."""
     if name not in checkpoint.layers:
         return checkpoint.shards.info(name).shape
     stored = checkpoint.layers[name]
@@ -356,7 +356,7 @@ def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
-    """The model that config.json describes, without weights.
+    """Return the model that config.json describes, without weights.
 
     Raises:
         ConfigError: transformers has no such model, or cannot build it.
@@ -384,7 +384,9 @@ def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
 
 
 def _claimed(checkpoint: Checkpoint) -> str | None:
-    """A reason why the model of config.json is not built; None where there is none, also of a file without a table."""
+    """Return a reason why the model of config.json is not built; None where there is none, also of a file without a
+    table.
+    """
     try:
         values = json.loads(text_of_file(checkpoint.folder / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -410,14 +412,16 @@ def _claimed(checkpoint: Checkpoint) -> str | None:
 
 
 def _saved(model: Any) -> dict[str, Tensor]:
-    """The tensors of ``model`` under the names that it is saved with."""
+    """Return the tensors of ``model`` under the names that it is saved with."""
     model.tie_weights()
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     return dict(as_saved(model, {name: tensor.detach() for name, tensor in state.items()}))
 
 
 def _names(model: Any) -> tuple[list[str], dict[str, set[str]]]:
-    """The names under which ``model`` is saved; and for each, those of the same tensor, of which one is in a file."""
+    """Return the names under which ``model`` is saved; and for each, those of the same tensor, of which one is in a
+    file.
+    """
     saved = list(_saved(model))
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     owners: dict[int, set[str]] = {}
@@ -427,7 +431,9 @@ def _names(model: Any) -> tuple[list[str], dict[str, set[str]]]:
 
 
 def _tensors(checkpoint: Checkpoint, saved: Sequence[str], prefix: str) -> Iterator[str]:
-    """The tensors of the model in the checkpoint. transformers takes the names of the model without its head, too."""
+    """Yield the tensors of the model in the checkpoint. transformers takes the names of the model without its head,
+    too.
+    """
     names = set(saved)
     layers = checkpoint.layers.items()
     weights = (layer if stored.names(layer)["weight"] == layer else f"{layer}.weight" for layer, stored in layers)

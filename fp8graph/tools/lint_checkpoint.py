@@ -142,7 +142,7 @@ def linted(folder: Path) -> CheckpointLint:
 
 
 def _damage(folder: Path | str) -> Finding | None:
-    """The reason why files that are there cannot be read as a checkpoint."""
+    """Return the reason why files that are there cannot be read as a checkpoint."""
     path = Path(folder)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return None  # Checkpoint says what is there
@@ -399,7 +399,7 @@ _OF_ONE_LAYER: Final[tuple[Callable[[Layer, Checkpoint], Iterator[Finding]], ...
 
 
 def _families(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """The layers that differ in the numbers of their names alone."""
+    """Yield the layers that differ in the numbers of their names alone."""
     families: dict[str, list[Layer]] = {}
     for layer in layers:
         families.setdefault(any_layer(f"{layer.name}."), []).append(layer)
@@ -430,7 +430,9 @@ def _sizes(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Finding
 
 
 def _cause(layer: Layer, others: Sequence[Layer], usual: Mapping[str, float]) -> str:
-    """The likely one: what would make the layer as large as its siblings. ``others``: layers that are wrong, too."""
+    """Return the likely one: what would make the layer as large as its siblings. ``others``: layers that are wrong,
+    too.
+    """
     wanted = usual[layer.name]
     inverse, root = layer.code_rms / layer.scale, layer.code_rms * math.sqrt(layer.scale)
     if layer.least == layer.most == 1:
@@ -534,7 +536,7 @@ def _inputs(layers: Sequence[Layer], _checkpoint: Checkpoint) -> Iterator[Findin
 
 
 def _by_input(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """The layers of one module that read the same tensor."""
+    """Yield the layers of one module that read the same tensor."""
     groups: dict[tuple[str, tuple[str, ...]], list[Layer]] = {}
     for layer in layers:
         module, _, last = layer.name.rpartition(".")

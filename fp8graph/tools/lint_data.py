@@ -40,7 +40,7 @@ class DataFault:
 
 
 def calls_of(data: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Call]:
-    """The arguments of the model for each batch: a tensor, a tuple of arguments, or a dict of keyword arguments.
+    """Return the arguments of the model for each batch: a tensor, a tuple of arguments, or a dict of keyword arguments.
 
     Raises:
         ConfigError: ``data`` holds no batches.
@@ -60,7 +60,7 @@ def calls_of(data: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Call]:
 
 @torch.inference_mode(False)
 def faults_on(model: nn.Module, calls: Sequence[Call], training: bool, read: Read) -> list[DataFault]:
-    """The first product that rounding does not explain, and the casts that cut off numbers.
+    """Return the first product that rounding does not explain, and the casts that cut off numbers.
 
     Args:
         read: the inputs of a graph, and the layers of its nodes.

@@ -132,7 +132,7 @@ def _tiled(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _tops(matrix: Tensor, rows: int, columns: int, packed: bool) -> tuple[Tensor, int]:
-    """The largest absolute code of each tile, and how many codes are NaN."""
+    """Return the largest absolute code of each tile, and how many codes are NaN."""
     if packed:
         largest = torch.maximum(matrix & 7, (matrix >> 4) & 7)
         return _values(True)[:, 0][_tiled(largest, rows, columns // 2).amax((1, 3)).int()], 0
@@ -143,7 +143,7 @@ def _tops(matrix: Tensor, rows: int, columns: int, packed: bool) -> tuple[Tensor
 
 
 def _some(matrix: Tensor, rows: int, columns: int) -> tuple[int, Tensor]:
-    """The step from one row of tiles that is read to the next, and bytes of each of their tiles."""
+    """Return the step from one row of tiles that is read to the next, and bytes of each of their tiles."""
     wide, high = (256 if rows == 1 else 128), (4 if rows <= 128 else 128)
     step = 1 if rows * columns >= 1024 else max(1, matrix.numel() // _MOST)
     return step, _tiled(matrix, rows, columns)[::step, :: max(1, rows // high), :, :: max(1, columns // wide)]

@@ -81,7 +81,7 @@ class Lint:
         return "\n".join([first, *lines(self.findings)])
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Return the same as plain values, for JSON."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
             "products": [dataclasses.asdict(product) for product in self.products],
@@ -232,7 +232,7 @@ def lint(
 def traced(
     model: nn.Module, args: Any, kwargs: Any, training: bool, tell: Callable[[Any], object] = id
 ) -> list[tuple[fx.Graph, dict[fx.Node, Source]]]:
-    """The graphs of a model, forward and backward in one if it trains, and the tensors of the model in each.
+    """Return the graphs of a model, forward and backward in one if it trains, and the tensors of the model in each.
 
     Args:
         tell: called with each op that runs outside of them.
@@ -262,7 +262,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sources(kept: aot.KeptGraph, full_names: dict[int, str], tensors: dict[str, Tensor]) -> dict[fx.Node, Source]:
-    """The inputs of a graph by node. ``full_names``: of the model's tensors that it was traced with, by identity."""
+    """Return the inputs of a graph by node. ``full_names``: of the model's tensors that it was traced with, by
+    identity.
+    """
     updates = aot.updated_inputs(kept.graph)
     sources: dict[fx.Node, Source] = {}
     for node in kept.graph.find_nodes(op="placeholder"):
@@ -281,7 +283,7 @@ def _sources(kept: aot.KeptGraph, full_names: dict[int, str], tensors: dict[str,
 
 
 def _parameters(graph: fx.Graph, sources: dict[fx.Node, Source]) -> dict[fx.Node, Parameter]:
-    """The placeholders that modules hold, as those that name a product."""
+    """Return the placeholders that modules hold, as those that name a product."""
     return {
         node: Parameter(source=sources[node].traced_as, index=index, bound=sources[node].name)
         for node, index in graph_inputs(graph)
@@ -290,7 +292,7 @@ def _parameters(graph: fx.Graph, sources: dict[fx.Node, Source]) -> dict[fx.Node
 
 
 def _tensor_at(name: str, tensors: dict[str, Tensor]) -> Any:
-    """A parameter or buffer, or one that such a tensor holds as an attribute."""
+    """Return a parameter or buffer, or one that such a tensor holds as an attribute."""
     if name in tensors or "." not in name:
         return tensors.get(name)
     whole, _, attribute = name.rpartition(".")
@@ -303,13 +305,13 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
 
 
 def _layer(node: fx.Node, parameters: dict[fx.Node, Parameter]) -> str:
-    """The full name of the module that a node was traced in."""
+    """Return the full name of the module that a node was traced in."""
     ((fqn, _),) = names_of([place_of(node, None, parameters)], parameters.values())
     return fqn
 
 
 def _read(kept: aot.KeptGraph, model: nn.Module) -> tuple[dict[fx.Node, Source], Callable[[fx.Node], str]]:
-    """The inputs of a graph that runs on the tensors of ``model``, and the layers of its nodes."""
+    """Return the inputs of a graph that runs on the tensors of ``model``, and the layers of its nodes."""
     tensors = _tensors(model)
     sources = _sources(kept, {id(x): name for name, x in reversed(tensors.items())}, tensors)
     parameters = _parameters(kept.graph, sources)

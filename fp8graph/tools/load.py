@@ -83,7 +83,7 @@ def load_checkpoint(
 
 
 def _made(module: Any, stored: LayerFormat, weight: QuantizedWeight) -> nn.Module:
-    """The layer that takes the place of ``module``."""
+    """Return the layer that takes the place of ``module``."""
     if isinstance(module, nn.Embedding):
         dtype, padding = module.weight.dtype, module.padding_idx
         return StoredEmbedding(weight.data, weight.scales(), dtype=dtype, padding_idx=padding)
@@ -93,7 +93,7 @@ def _made(module: Any, stored: LayerFormat, weight: QuantizedWeight) -> nn.Modul
 
 
 def _why_not_in(module: nn.Module, stored: LayerFormat) -> str | None:
-    """The reason why no layer in FP8 can take the place of ``module``; None if one can."""
+    """Return the reason why no layer in FP8 can take the place of ``module``; None if one can."""
     kind, one_scale = type(module), stored.block == (WHOLE, WHOLE)
     if isinstance(module, nn.Embedding):
         if not one_scale or stored.packed:
@@ -201,7 +201,7 @@ def _write(layer: str, linear: StoredLinear, stored: LayerFormat, held: Mapping[
 
 
 def _info(name: str, x: Tensor) -> TensorInfo:
-    """The entry that a file would have for a tensor."""
+    """Return the entry that a file would have for a tensor."""
     kind = str(x.dtype).removeprefix("torch.")
     return TensorInfo(name=name, file=_UPDATE, dtype=x.dtype, stored_as=kind, shape=(*x.shape,), bytes=x.nbytes)
 
@@ -264,7 +264,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
 
 
 def _why_not_to(info: TensorInfo, target: Tensor) -> str | None:
-    """The reason why a tensor cannot be copied to ``target``; None if it can."""
+    """Return the reason why a tensor cannot be copied to ``target``; None if it can."""
     where = f"{info.file}: tensor {info.name!r}"
     if tuple(target.shape) != info.shape:
         return f"{where} has shape {list(info.shape)}, and that of the model has {list(target.shape)}."
@@ -274,7 +274,7 @@ def _why_not_to(info: TensorInfo, target: Tensor) -> str | None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """The kind of numbers that a dtype holds: a copy to one of another kind would change their meaning."""
+    """Return the kind of numbers that a dtype holds: a copy to one of another kind would change their meaning."""
     if dtype == torch.bool:
         return "bool"
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
@@ -297,7 +297,7 @@ def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) 
 
 
 def _why_not(stored: LayerFormat) -> str | None:
-    """The reason why no scaled matmul multiplies weights of this format; None if one does."""
+    """Return the reason why no scaled matmul multiplies weights of this format; None if one does."""
     inputs = {(WHOLE, WHOLE): [(WHOLE, WHOLE), (1, WHOLE)], (1, WHOLE): [(1, WHOLE)]}
     rows, columns = stored.block
     e8m0 = all(dtype in E8M0 for dtype in stored.scale_dtypes)

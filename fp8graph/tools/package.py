@@ -179,7 +179,7 @@ def _index(x: Any, among: Sequence[Any]) -> int | None:
 
 
 def _returned(x: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-    """The place that one of the values comes from that a model returns; the value if it is a constant."""
+    """Return the place that one of the values comes from that a model returns; the value if it is a constant."""
     if not isinstance(x, Tensor | int | float | str | None):
         hint = " A cache is left out with use_cache=False." if "Cache" in type(x).__name__ else ""
         raise ConfigError(f"the model returns a {type(x).__name__}, which no package can hold.{hint}")

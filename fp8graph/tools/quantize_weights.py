@@ -89,13 +89,13 @@ def quantize_weights(model: _Model, *, policy: PolicyLike | None = None, recipe:
 
 
 def _head(model: nn.Module, module: nn.Module) -> str:
-    """The reason why ``module`` is an output head; "" if it is none."""
+    """Return the reason why ``module`` is an output head; "" if it is none."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return "the model's output embedding" if output is module else ""
 
 
 def _why_not(module: nn.Linear, parent: nn.Module, name: str, owners: Counter[int]) -> str | None:
-    """The reason why no ``StoredLinear`` can take the place of ``module``; None if one can."""
+    """Return the reason why no ``StoredLinear`` can take the place of ``module``; None if one can."""
     weight, kind = module.weight, type(module)
     if kind.forward is not nn.Linear.forward or "forward" in vars(module):
         return f"{kind.__name__} multiplies in a way of its own"
@@ -115,7 +115,7 @@ def _why_not(module: nn.Linear, parent: nn.Module, name: str, owners: Counter[in
 
 
 def _reads_weight(kind: type[nn.Module], leaf: str) -> bool:
-    """Whether the forward of a class reads the weight of a module in it, as T5's does for its dtype."""
+    """Return whether the forward of a class reads the weight of a module in it, as T5's does for its dtype."""
     try:
         return f"self.{leaf}.weight" in inspect.getsource(kind.forward)
     except (OSError, TypeError):  # no source

@@ -182,7 +182,7 @@ def _check(graph_module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[
 
 
 def _decided(policies: Policies, settings: Settings, recipes: Iterable[Recipe], joint: JointPass) -> list[str]:
-    """All that decides which collectives a rewritten graph has, line by line, for a comparison with other ranks."""
+    """Get all that decides which collectives a rewritten graph has, line by line, for a comparison with other ranks."""
     lines = [*policies.lines(), *(f"{name} {value}" for name, value in settings.decisions().items())]
     rows = (joint.records or ()) if any(recipe.reduces_amax for recipe in recipes) else ()
     return lines + [f"{row.name} {row.gemm} {row.recipe}" for row in rows]
@@ -208,12 +208,12 @@ def _keep(module: fx.GraphModule, state: Sequence[Tensor]) -> None:
 
 
 def _space(node: fx.Node) -> str:
-    """The namespace of the op of a node."""
+    """Return the namespace of the op of a node."""
     return str(getattr(node.target, "namespace", ""))
 
 
 def _copy(given: fx.GraphModule, inputs: Sequence[Any], spares: int) -> fx.GraphModule:
-    """A copy with nodes of its own, and with ``spares`` more inputs behind those that it has."""
+    """Return a copy with nodes of its own, and with ``spares`` more inputs behind those that it has."""
     graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
     graph.output(graph.graph_copy(given.graph, copies))
     graph.output_node().meta = dict(given.graph.output_node().meta)

@@ -48,14 +48,14 @@ class _ShardRegion(NamedTuple):
 
 
 def whole_shard(name: str, tensor: Tensor) -> TensorShard:
-    """A tensor that each rank has."""
+    """Return a tensor that each rank has."""
     return TensorShard(name=name, tensor=tensor, offsets=torch.Size((0,) * tensor.ndim), shape=tensor.shape)
 
 
 def shards_of_weight(
     weight: Multiplied, part: MatrixRows, stored: LayerFormat, amax: Tensor | None
 ) -> Iterator[TensorShard]:
-    """The tensors of one layer, of which this rank has the numbers that ``weight`` has.
+    """Yield the tensors of one layer, of which this rank has the numbers that ``weight`` has.
 
     Args:
         amax: see :func:`fp8graph.tools.forms.as_stored`.
@@ -76,7 +76,7 @@ def shards_of_weight(
 
 
 def shards_of_rows(name: str, tensor: Tensor, part: MatrixRows | None) -> Iterator[TensorShard]:
-    """The numbers of a DTensor that this rank has, or of the part that a checkpoint stores as ``name``."""
+    """Yield the numbers of a DTensor that this rank has, or of the part that a checkpoint stores as ``name``."""
     region: _ShardRegion | None = _ShardRegion(local(tensor), offset_of(tensor))
     shape, same = tensor.shape, part is None or _is_all(part, tensor)
     if part is not None:
@@ -85,7 +85,7 @@ def shards_of_rows(name: str, tensor: Tensor, part: MatrixRows | None) -> Iterat
 
 
 def why_scattered(tensor: Tensor, parts: Sequence[MatrixRows]) -> str | None:
-    """The reason why this rank's rows of a DTensor do not lie together in ``parts``; None if they do."""
+    """Return the reason why this rank's rows of a DTensor do not lie together in ``parts``; None if they do."""
     first, rows = offset_of(tensor)[-2], local(tensor).shape[-2]
     for part in parts:
         places = _places(part.rows, first, rows)
@@ -97,7 +97,7 @@ def why_scattered(tensor: Tensor, parts: Sequence[MatrixRows]) -> str | None:
 def _scales(
     name: str, shape: torch.Size, weight: Multiplied, part: MatrixRows, stored: LayerFormat
 ) -> Iterator[TensorShard]:
-    """The scales, in a tensor of ``shape``."""
+    """Yield the scales, in a tensor of ``shape``."""
     given = weight.scale_inv
     at = offset_of(given) if weight.touched is None else weight.touched.offset
     region: _ShardRegion | None = _ShardRegion(local(given), at)
@@ -121,7 +121,8 @@ def _scales(
 
 
 def _placed(name: str, region: _ShardRegion | None, shape: torch.Size, like: Tensor | None) -> Iterator[TensorShard]:
-    """The shard of a tensor of ``shape``; nothing, if this rank has no numbers of it and other ranks have no DTensor.
+    """Yield the shard of a tensor of ``shape``; nothing, if this rank has no numbers of it and other ranks have no
+    DTensor.
 
     Args:
         like: a DTensor that is spread over ranks as this one is.
@@ -134,7 +135,7 @@ def _placed(name: str, region: _ShardRegion | None, shape: torch.Size, like: Ten
 
 
 def _selected(region: _ShardRegion, rows: Tensor, expert: int | None) -> _ShardRegion | None:
-    """The numbers of ``region`` that are in ``rows`` of a matrix, and their place among these rows."""
+    """Return the numbers of ``region`` that are in ``rows`` of a matrix, and their place among these rows."""
     numbers, offset = region
     if expert is not None:
         if not 0 <= expert - offset[0] < len(numbers):
@@ -146,7 +147,7 @@ def _selected(region: _ShardRegion, rows: Tensor, expert: int | None) -> _ShardR
 
 
 def _places(rows: Tensor, first: int, count: int) -> Tensor:
-    """The places of those of ``rows`` that are among ``count`` rows from ``first`` on."""
+    """Return the places of those of ``rows`` that are among ``count`` rows from ``first`` on."""
     return ((rows >= first) & (rows < first + count)).nonzero().flatten()
 
 
@@ -159,7 +160,7 @@ def _in_dims(region: _ShardRegion, dims: int) -> _ShardRegion:
 
 
 def _is_all(part: MatrixRows, tensor: Tensor) -> bool:
-    """Whether ``part`` is the matrix as it is."""
+    """Return whether ``part`` is the matrix as it is."""
     rows = tensor.shape[-2]
     return part.expert is None and len(part.rows) == rows and torch.equal(part.rows, torch.arange(rows))
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """A sentence, with a space before it, that names what ``name`` was probably meant to be; or nothing."""
+    """Return a sentence, with a space before it, that names what ``name`` was probably meant to be; or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -20,7 +20,7 @@ _ROOT: Final = pathlib.Path(__file__).parents[2]
 
 
 def is_installed() -> bool:
-    """Whether pip has installed fp8graph, from a wheel or editable. Else it is imported from a checkout."""
+    """Return whether pip has installed fp8graph, from a wheel or editable. Else it is imported from a checkout."""
     if any(_ROOT.glob("fp8graph-*.dist-info")):  # from a wheel
         return True
     metadata = importlib.import_module("importlib.metadata")  # takes a fifth of a second
@@ -31,7 +31,7 @@ def is_installed() -> bool:
 
 
 def install(package: str) -> str | None:
-    """The command that installs an optional package; None for one that no extra of ours brings.
+    """Return the command that installs an optional package; None for one that no extra of ours brings.
 
     No index has fp8graph: where it is installed, pip takes it as it is, and installs what the extra names.
     """

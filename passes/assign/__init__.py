@@ -76,7 +76,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _why_no_forward(gemm: Gemm) -> str:
-    """The reason of a backward matmul that stands alone: its weight may be decoded by an op of another library."""
+    """Give the reason of a backward matmul that stands alone: its weight may be decoded by an op of another library."""
     for view in (gemm.a, gemm.b):
         op = view.tensor.target
         if isinstance(op, OpOverload) and not is_of_torch(op) and reads_codes(view.tensor):
@@ -116,14 +116,14 @@ def _refuse_slow(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
-    """The decision with its predicted speedup; it becomes high precision if that is below ``bar``."""
+    """Return the decision with its predicted speedup; it becomes high precision if that is below ``bar``."""
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
     return _refused(decision, speedup, f"min_speedup is {bar:g}")
 
 
 def _not_in_time(decision: Decision, timed: Timed, bar: float) -> Decision:
-    """The decision in high precision: with this GEMM in FP8, too, the graph would take longer by the clock."""
+    """Return the decision in high precision: with this GEMM in FP8, too, the graph would take longer by the clock."""
     pace = f"for the graph, whose pace the host would set: {timed.then}; {1e3 * timed.now.seconds:.2g} ms without it"
     return _refused(decision, timed.now.seconds / timed.then.seconds, f"{pace}; min_speedup is {bar:g}")
 
@@ -143,7 +143,7 @@ def _refused(decision: Decision, speedup: float, why: str) -> Decision:
 
 
 def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored: OperandView | None = None) -> Decision:
-    """The decision about one GEMM; ``stored``: its weight, if the bytes of that are multiplied as they are."""
+    """Return the decision about one GEMM; ``stored``: its weight, if the bytes of that are multiplied as they are."""
     recipe = resolution.recipes[gemm.gemm]
 
     def left_alone(reason: str, **more: Any) -> Decision:
@@ -182,7 +182,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored:
 
 
 def _why_not_dequantized(site: Site, fprop: Decision) -> str:
-    """The reason why a GEMM of backward reads the program's input or weight, and not what fprop multiplies."""
+    """Return the reason why a GEMM of backward reads the program's input or weight, and not what fprop multiplies."""
     if fprop.recipe is None:
         return "fprop is in high precision, and so is what it multiplies"
     if site.gemms[0].node.target in GROUPED:
@@ -191,7 +191,9 @@ def _why_not_dequantized(site: Site, fprop: Decision) -> str:
 
 
 def _decide_stored(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Decision:
-    """The decision about one GEMM of a weight that arrives quantized: if it reads that, it multiplies it as it is."""
+    """Return the decision about one GEMM of a weight that arrives quantized: if it reads that, it multiplies it as it
+    is.
+    """
     view = stored_view(gemm)
     decision = decide(gemm, resolution, compilation, view)
     recipe = decision.recipe.name if decision.recipe is not None else None
@@ -204,7 +206,7 @@ def _decide_stored(gemm: Gemm, resolution: Resolution, compilation: Compilation)
 
 
 def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation, stored: OperandView | None) -> str | None:
-    """The reason why this GEMM is emulated; None if the device has a kernel for it."""
+    """Return the reason why this GEMM is emulated; None if the device has a kernel for it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = compilation.hardware_of(gemm.node)
@@ -215,7 +217,7 @@ def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation, stored: Ope
 
 
 def _quantizer(device: Hardware, recipe: Recipe, view: OperandView, stored: OperandView | None) -> Quantizer:
-    """The quantizer of one operand; a weight that is multiplied as it is ``stored`` keeps its type."""
+    """Return the quantizer of one operand; a weight that is multiplied as it is ``stored`` keeps its type."""
     quantizer = device.quantizer(recipe, view.operand)
     if view is not stored or view.data is None or SCALINGS[quantizer.scaling].packed > 1:
         return quantizer
@@ -242,7 +244,7 @@ def _contraction_size(gemm: Gemm) -> int | torch.SymInt:
 
 
 def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
-    """The row of the report, made while the matmul is still there."""
+    """Return the row of the report, made while the matmul is still there."""
     decision = compilation.decisions[gemm.node]
     out = value(gemm.node)
     a, b = map(value, matmul_arguments(gemm.node))

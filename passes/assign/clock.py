@@ -104,7 +104,7 @@ def in_time(
 
 
 def _accepted(choices: Sequence[Choice], min_speedup: float) -> list[Choice]:
-    """Those that are faster by the time of the GPU alone."""
+    """Return those that are faster by the time of the GPU alone."""
     speedups = judge(choices, min_speedup)
     return [choice for choice in choices if speedups.get(choice, min_speedup) >= min_speedup]
 
@@ -127,7 +127,7 @@ def _kind(choice: Choice) -> object:
 
 
 def _by_gain(choices: Sequence[Choice]) -> list[object]:
-    """The kinds of ``choices`` by the GPU's time that they save for each kernel that they add; the least first."""
+    """Give the kinds of ``choices`` by the GPU's time that they save for each kernel that they add; the least first."""
     uses, saved, added = Uses(choices), dict[object, float](), dict[object, float]()
     for choice in choices:
         if choice.speed is not None:
@@ -155,7 +155,9 @@ def others_of(graph: fx.Graph, choices: Sequence[Choice], speed: Speed, compilat
 
 
 def _fused(graph: fx.Graph, multiply: Collection[fx.Node]) -> int:
-    """The kernels of fused code: what it writes for the nodes that ``multiply`` or for the caller, and reductions."""
+    """Return the kernels of fused code: what it writes for the nodes that ``multiply`` or for the caller, and
+    reductions.
+    """
     writes = {
         _origin(x) for node in graph.nodes if node in multiply or node.op == "output" for x in node.all_input_nodes
     }

@@ -18,7 +18,7 @@ _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
-    """The reason why FP8 cannot do this GEMM, or None if it can."""
+    """Return the reason why FP8 cannot do this GEMM, or None if it can."""
     recipe = resolution.recipes[gemm.gemm]
     if recipe is not None and (other := recipe.why_not_for_gemms):  # a region's
         return other
@@ -40,7 +40,7 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
 
 
 def _why_not_grouped(gemm: Gemm, resolution: Resolution) -> str | None:
-    """The reason why FP8 cannot do this grouped matmul."""
+    """Return the reason why FP8 cannot do this grouped matmul."""
     dims = value(gemm.a.tensor).ndim, value(gemm.b.tensor).ndim
     if dims not in ((2, 3), (2, 2)):
         return f"grouped matmul of {dims[0]} x {dims[1]} dims: only rows in groups x one matrix per group"
@@ -55,7 +55,7 @@ def _why_not_grouped(gemm: Gemm, resolution: Resolution) -> str | None:
 
 
 def is_batched(gemm: Gemm) -> bool:
-    """Whether this is a bmm over more than one matrix (a batch of one is a plain GEMM)."""
+    """Return whether this is a bmm over more than one matrix (a batch of one is a plain GEMM)."""
     out = value(gemm.node)
     return gemm.node.target not in GROUPED and out.ndim == 3 and static_size(out.shape[0]) != 1
 
@@ -104,7 +104,7 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The tensor that ``node`` is a cast, a view or a transpose of."""
+    """Return the tensor that ``node`` is a cast, a view or a transpose of."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node

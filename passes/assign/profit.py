@@ -62,19 +62,19 @@ class Choice:
     speed: Speed | None  # of their device; None: they run in FP8 at any cost
 
     def seconds(self) -> float:
-        """The time in high precision."""
+        """Return the time in high precision."""
         assert self.speed is not None
         return sum(gemm_seconds(self.speed, *sizes, self.dtype) for sizes in self.before)
 
     def fp8_seconds(self, uses: Uses) -> float:
-        """The time in FP8, with this choice's share of the quantizations."""
+        """Return the time in FP8, with this choice's share of the quantizations."""
         assert self.speed is not None
         return sum(
             gemm_seconds(self.speed, x.m, x.n, x.k, self.dtype, self.scaling, uses.operands(x)) for x in self.products
         )
 
     def fp8_launches(self, uses: Uses) -> float:
-        """The kernels in FP8, with this choice's share of those that quantize; in high precision, one per GEMM."""
+        """Give the kernels in FP8, with this choice's share of those that quantize; in high precision, one per GEMM."""
         return sum(gemm_launches(self.scaling, uses.operands(product)) for product in self.products)
 
 
@@ -102,7 +102,7 @@ class Uses:
 
 
 def judge(choices: Sequence[Choice], min_speedup: float) -> dict[Choice, float]:
-    """The predicted speedup of every choice that has a speed: at least ``min_speedup`` for those to run in FP8.
+    """Return the predicted speedup of every choice that has a speed: at least ``min_speedup`` for those to run in FP8.
 
     For a refused choice, it is the speedup that was predicted when it was refused.
     """
@@ -125,7 +125,7 @@ _Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs th
 
 
 def choices(compilation: Compilation) -> Iterator[Choice]:
-    """Every GEMM that has a recipe; siblings (``analysis/siblings.py``) form one choice.
+    """Yield every GEMM that has a recipe; siblings (``analysis/siblings.py``) form one choice.
 
     Yields nothing if no device has a known speed: there is nothing to choose then.
     """
@@ -159,7 +159,7 @@ def _recipe(gemm: Gemm, compilation: Compilation) -> Recipe | None:
 
 
 def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation) -> object:
-    """A key equal for linears that would be fused, None for those that never are."""
+    """Return a key equal for linears that would be fused, None for those that never are."""
     recipes = {name: _recipe(gemm, compilation) for name, gemm in planned.items()}
     own = [
         recipe.quantizer(view.operand).block
@@ -183,7 +183,7 @@ def _single(gemm: Gemm, compilation: Compilation) -> Choice:
 
 
 def _joint(name: GemmName, family: Sequence[_Planned], compilation: Compilation) -> Choice:
-    """One GEMM of all siblings; fprop multiplies slices of the joined weight where its result cannot be sliced."""
+    """Give one GEMM of all siblings; fprop multiplies slices of the joined weight where its result cannot be sliced."""
     gemms = [planned[name] for _, planned in family]
     sides = [gemm.a for gemm in gemms], [gemm.b for gemm in gemms]
     reads = _reads([views[:1] if views[0].operand == "input" else views for views in sides], gemms[0], compilation)
@@ -244,7 +244,7 @@ def _keeps_weights(compilation: Compilation) -> bool:
 
 
 def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
-    """The speed of the device that runs this GEMM; None if it is not known, or if the GEMM is emulated."""
+    """Return the speed of the device that runs this GEMM; None if it is not known, or if the GEMM is emulated."""
     speed = compilation.hardware_of(gemm.node).speed
     if speed is None or compilation.decisions[gemm.node].execution != "native":
         return None
@@ -252,7 +252,7 @@ def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
 
 
 def high_precision_seconds(gemm: Gemm, compilation: Compilation) -> float | None:
-    """The predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
+    """Return the predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
     speed, out = compilation.hardware_of(gemm.node).speed, value(gemm.node)
     emulated = compilation.decisions[gemm.node].execution == "emulated"
     if speed is None or emulated or out.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -261,7 +261,7 @@ def high_precision_seconds(gemm: Gemm, compilation: Compilation) -> float | None
 
 
 def batch_of(gemm: Gemm) -> int:
-    """The products of a batched matmul; the groups of one share k or m."""
+    """Return the products of a batched matmul; the groups of one share k or m."""
     return 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, value(gemm.node).shape[:-2]))
 
 

@@ -59,7 +59,7 @@ _HIGH_PRECISION_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def may_have_attention(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the graph has an op for attention, or products of activations."""
+    """Return whether the graph has an op for attention, or products of activations."""
     return any(nodes(graph, FORMS)) or any(site.op == "matmul" for site in compilation.sites)
 
 
@@ -110,7 +110,7 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
 
 
 def _rows(attention: Attention, compilation: Compilation) -> Iterator[AttentionRecord]:
-    """The rows of the report: one for forward, and one for backward."""
+    """Yield the rows of the report: one for forward, and one for backward."""
     decision = attention.decision
     assert decision is not None
     sizes = vars(attention.sizes)
@@ -168,7 +168,7 @@ def _rows(attention: Attention, compilation: Compilation) -> Iterator[AttentionR
 
 
 def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compilation) -> str | None:
-    """The reason why q, k and v are not quantized with ``recipe``, or None if they are."""
+    """Return the reason why q, k and v are not quantized with ``recipe``, or None if they are."""
     if attention.packed:
         return "attention of packed sequences is found, not quantized"
     kind = SCALINGS[recipe.quantizer("input").scaling]
@@ -194,7 +194,7 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
 
 
 def _why_emulated(attention: Attention, device: Hardware) -> str | None:
-    """The reason why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
+    """Get the reason why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
     if (obstacle := why_no_kernel(device, static_size(attention.sizes.head_size))) is not None:
         return obstacle
     if attention.backward:
@@ -216,7 +216,7 @@ def _why_emulated(attention: Attention, device: Hardware) -> str | None:
 
 
 def _why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | None:
-    """The reason why not all products of this emulated attention read FP8 numbers, or None if they can."""
+    """Return the reason why not all products of this emulated attention read FP8 numbers, or None if they can."""
     what, sizes = "attention_backward", attention.sizes
     if attention.written_out:
         per_head = not SCALINGS[recipe.quantizer("input").scaling].one_scale

@@ -113,14 +113,14 @@ _BETWEEN: Final = (
 
 
 def _new_site(node: fx.Node) -> Site:
-    """The site of the attention whose result ``node`` computes."""
+    """Return the site of the attention whose result ``node`` computes."""
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     region = custom.get(REGION_KEY) if custom else None
     return Site(place=place_of(node, None, {}), op="attention", region=region)
 
 
 def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[Attention]:
-    """Each attention of ``graph`` that is one op; ``backward``: the nodes of backward."""
+    """Yield each attention of ``graph`` that is one op; ``backward``: the nodes of backward."""
     pairs = _backward_ops(graph)
     for node in nodes(graph, FORMS):
         if node in backward:  # recomputed in the backward of a custom autograd function
@@ -149,13 +149,13 @@ def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[At
 
 
 def extra_results(attention: Attention) -> list[fx.Node]:
-    """The results of the op beside the first one that something reads: the logsumexp, random states."""
+    """Return the results of the op beside the first one that something reads: the logsumexp, random states."""
     (node,) = attention.forward
     return [user for user in node.users if user.target is getitem and user.args[1] != 0 and user.users]
 
 
 def read_elsewhere(attention: Attention) -> bool:
-    """Whether something else than its backward reads a result of the op beside the first one."""
+    """Return whether something else than its backward reads a result of the op beside the first one."""
     pending = extra_results(attention)
     for node in pending:
         for user in node.users:
@@ -167,7 +167,7 @@ def read_elsewhere(attention: Attention) -> bool:
 
 
 def has_gradient_of_mask(attention: Attention) -> bool:
-    """Whether a backward op also computes the gradient of a mask that something reads."""
+    """Return whether a backward op also computes the gradient of a mask that something reads."""
     results = [user for node in attention.backward for user in node.users]
     return any(user.target is getitem and cast(int, user.args[1]) > 2 and user.users for user in results)
 
@@ -180,7 +180,7 @@ def _sizes_of_op(node: fx.Node) -> Sizes:
 
 
 def _sizes_of_packed(node: fx.Node) -> Sizes:
-    """Those of packed sequences, [tokens, heads, size]: as if each query saw as many keys as the longest has."""
+    """Return those of packed sequences, [tokens, heads, size]: as if each query saw as many keys as the longest has."""
     q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
     longest = node.args[6]
     keys: Size = longest.meta["val"] if isinstance(longest, fx.Node) else cast(int, longest)
@@ -190,7 +190,7 @@ def _sizes_of_packed(node: fx.Node) -> Sizes:
 
 
 def _backward_ops(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The backward ops of each forward one: those that read its logsumexp."""
+    """Return the backward ops of each forward one: those that read its logsumexp."""
     by_target = {form.backward: form for form in FORMS.values()}
     by_forward: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes(graph, by_target):
@@ -203,7 +203,7 @@ def _backward_ops(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
-    """Each attention of a graph that consists of two of its ``sites``."""
+    """Yield each attention of a graph that consists of two of its ``sites``."""
     products = {site.gemms[0].node: site for site in sites if site.op == "matmul" and site.gemms[0].gemm == "fprop"}
     used: set[fx.Node] = set()
     for node, site in products.items():
@@ -218,7 +218,7 @@ def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
 
 
 def _scores(probabilities: fx.Node) -> fx.Node | None:
-    """The matmul whose softmax ``probabilities`` are; None if they are not the softmax of one matmul."""
+    """Return the matmul whose softmax ``probabilities`` are; None if they are not the softmax of one matmul."""
     pending, seen, matmuls, softmax = [probabilities], set[fx.Node](), list[fx.Node](), False
     while pending:
         node = pending.pop()
@@ -239,7 +239,7 @@ def _is_between(node: fx.Node) -> bool:
 
 
 def _is_softmax(node: fx.Node) -> bool:
-    """Whether ``node`` is a softmax, or the division of exponentials by their sum."""
+    """Return whether ``node`` is a softmax, or the division of exponentials by their sum."""
     if node.target in (aten._softmax.default, aten._safe_softmax.default):
         return True
     if node.target is not aten.div.Tensor or len(node.all_input_nodes) != 2:
@@ -256,7 +256,9 @@ def _through_casts(node: fx.Node) -> fx.Node:
 
 
 def _attention(first: Site, second: Site, values: int) -> Attention:
-    """The attention with the products ``first`` and ``second``; ``values``: whether v is argument a (0) or b (1)."""
+    """Return the attention with the products ``first`` and ``second``; ``values``: whether v is argument a (0) or b
+    (1).
+    """
     scores, result = first.gemms[0].node, second.gemms[0].node
     q, k = matmul_arguments(scores)
     tensors: dict[Operand, fx.Node] = {"query": q, "key": k, "value": matmul_arguments(result)[values]}
@@ -294,7 +296,7 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
 
 
 def _sizes_of_matmuls(scores: fx.Node, result: fx.Node, values: int) -> Sizes:
-    """The number of heads is known if the scores are taken apart into [batch, heads, queries, keys]."""
+    """Return the number of heads is known if the scores are taken apart into [batch, heads, queries, keys]."""
     *batch, queries, keys = value(scores).shape
     shapes = [value(user).shape for user in scores.users if is_view(user)]
     whole = next((shape for shape in shapes if len(shape) == 4), (batch[0] if batch else 1, 1, queries, keys))
@@ -310,7 +312,7 @@ def _sizes_of_matmuls(scores: fx.Node, result: fx.Node, values: int) -> Sizes:
 
 
 def _adds(scores: fx.Node) -> bool:
-    """Whether something is added to the scores, or they are replaced in places: a mask."""
+    """Return whether something is added to the scores, or they are replaced in places: a mask."""
     pending, seen = [*scores.users], set[fx.Node]()
     while pending:
         node = pending.pop()

@@ -35,12 +35,12 @@ _DEVICE: Final = "sm_90"  # that the kernel is for
 
 
 def active_implementation() -> str | None:
-    """The flash attention of this process, which decides whether a kernel reads FP8."""
+    """Return the flash attention of this process, which decides whether a kernel reads FP8."""
     return attention.active_implementation()
 
 
 def why_no_kernel(device: Hardware, head_size: int | None) -> str | None:
-    """The reason why no kernel of ``device`` reads FP8 heads of ``head_size`` (None: dynamic); None if one does.
+    """Return the reason why no kernel of ``device`` reads FP8 heads of ``head_size`` (None: dynamic); None if one does.
 
     Source: ``_fa3_common_support_error`` in torch/nn/attention/_fa3.py; ``mha_fwd`` in hopper/flash_api.cpp of
     flash-attention: heads of a multiple of 16 elements, at most 256.
@@ -149,7 +149,7 @@ def gradients_rounded(
     amax_epsilon: float,
     scaling: str,
 ) -> list[Tensor]:
-    """The gradients of q, k and v of :func:`attend_rounded`, in their dtypes.
+    """Return the gradients of q, k and v of :func:`attend_rounded`, in their dtypes.
 
     ``grad`` [batch, heads, queries, size of v] and the gradient of the scores are quantized; the softmax and its
     gradient read the probabilities as they were before. No product reads an unrounded number.
@@ -190,7 +190,7 @@ class _Sharing:
 def _probabilities(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[float, Tensor]:
-    """The factor of the scores, and their softmax [batch, heads, queries, keys] in FP32."""
+    """Return the factor of the scores, and their softmax [batch, heads, queries, keys] in FP32."""
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = q.to(torch.float32) @ _repeated(k, q).transpose(-2, -1) * factor
     if mask is not None:
@@ -213,7 +213,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``x`` from that of its repeated heads."""
+    """Return the gradient of ``x`` from that of its repeated heads."""
     return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
 
 

@@ -64,7 +64,7 @@ _ROTATED: Final = ("query", "key")
 
 
 def is_attention_quantized(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether some attention has a recipe."""
+    """Return whether some attention has a recipe."""
     decisions = (attention.decision for attention in compilation.results(Attention))
     return any(decision is not None and decision.recipe is not None for decision in decisions)
 
@@ -226,7 +226,7 @@ class AttentionOperand:
         return _permuted(node, list(map(self.order.index, sorted(self.order))), emit)
 
     def decoded(self, emit: Emit, *, backward: bool) -> fx.Node:
-        """The numbers in the dtype and with the strides of the tensor."""
+        """Return the numbers in the dtype and with the strides of the tensor."""
         settings = quantization.decoding_kwargs(self.quantizer)
         if backward:
             settings["block"] = []  # the default, by name: torch would merge equal nodes, and save decoded numbers
@@ -297,7 +297,7 @@ def _permuted(node: fx.Node, dims: list[int], emit: Emit) -> fx.Node:
 
 
 def _order_in_memory(x: torch.Tensor) -> list[int]:
-    """The dims of ``x`` from the largest stride to the smallest; as they are for an expanded tensor."""
+    """Return the dims of ``x`` from the largest stride to the smallest; as they are for an expanded tensor."""
     strides = [size_hint(stride) for stride in x.stride()]
     dims = list(range(x.ndim))
     return dims if 0 in strides else sorted(dims, key=lambda dim: -strides[dim])

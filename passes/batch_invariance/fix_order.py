@@ -47,7 +47,7 @@ _TILES: Final = frozenset((32, 64, 128))  # elements along k that share a scale:
 
 
 def is_batch_invariant(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the user wants it."""
+    """Return whether the user wants it."""
     return compilation.facts.settings.batch_invariant
 
 
@@ -214,7 +214,7 @@ def _shape_of_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_argume
 
 
 def _schema_of(op: Any) -> str:
-    """The arguments and results of an op of the dialect."""
+    """Return the arguments and results of an op of the dialect."""
     return str(op._schema).removeprefix(op.name())
 
 

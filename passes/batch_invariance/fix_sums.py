@@ -33,7 +33,7 @@ from fp8graph.passes.batch_invariance.fix_order import refuse, weight_gradients
 
 
 def sums_on_gpu(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether the user wants one order, and the graph is for a GPU."""
+    """Return whether the user wants one order, and the graph is for a GPU."""
     if not compilation.facts.settings.batch_invariant:
         return False
     tensors = (node for node in graph.nodes if isinstance(node.meta.get("val"), Tensor))
@@ -55,7 +55,7 @@ def fix_sums(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _is_of_a_token(node: fx.Node) -> bool:
-    """Whether the result may be that of a token: all but integers, sums of everything, and those of weights."""
+    """Return whether the result may be that of a token: all but integers, sums of everything, and those of weights."""
     x = node.args[0]
     if not isinstance(x, fx.Node) or not value(x).is_floating_point():
         return False
@@ -69,7 +69,7 @@ def _is_of_a_token(node: fx.Node) -> bool:
 
 
 def _is_by_itself(node: fx.Node) -> bool:
-    """Whether each number of the result is computed by itself, moved, or the same in any order."""
+    """Return whether each number of the result is computed by itself, moved, or the same in any order."""
     target = node.target
     if not isinstance(target, OpOverload):
         return True  # getitem, arithmetic on sizes
@@ -84,7 +84,7 @@ def _is_by_itself(node: fx.Node) -> bool:
 
 
 def _depth(node: fx.Node) -> Any:
-    """The number of products that are added for each number of a batched matmul."""
+    """Return the number of products that are added for each number of a batched matmul."""
     return value(node.all_input_nodes[0]).shape[-1] if node.target is aten.bmm.default else 0
 
 

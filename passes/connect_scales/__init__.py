@@ -133,7 +133,7 @@ class PageLayout(ExtraInput):
         return _BEGINS_AT_ONE if self.recipe.starts_from_own_amax else ""
 
     def new_page(self) -> torch.Tensor:
-        """A page before the first step."""
+        """Return a page before the first step."""
         length, unset = self.recipe.amax_history_len, self.recipe.starts_from_own_amax
         return history.new_page(length, len(self.rows), self.device, unset=unset)
 
@@ -161,7 +161,7 @@ class JoinsReduction(ExtraInput):
 
 
 def is_parameter(uses: Sequence[Use]) -> bool:
-    """Whether a row is of parameters themselves, in all its uses: their amax can be taken before a call."""
+    """Return whether a row is of parameters themselves, in all its uses: their amax can be taken before a call."""
     return all(use.is_weight for use in uses)
 
 
@@ -174,7 +174,8 @@ class _RowOfPage:
 
 
 def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether delayed scaling quantizes some tensor in this graph, or in another that ranks may run in its place.
+    """Return whether delayed scaling quantizes some tensor in this graph, or in another that ranks may run in its
+    place.
 
     A body of a higher-order op has no state.
     """
@@ -184,13 +185,17 @@ def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def _takes_part(facts: GraphFacts) -> bool:
-    """Whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has others."""
+    """Return whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has
+    others.
+    """
     reduces = facts.decisions.reduces_amaxes and not facts.reduces_in_graph
     return facts.records_amaxes and facts.decisions.amax_group is not None and reduces
 
 
 def wanted_pages(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
-    """One for each recipe, FP8 type and direction. Weights are in the page of inputs, or have one beside the graph."""
+    """Return one for each recipe, FP8 type and direction. Weights are in the page of inputs, or have one beside the
+    graph.
+    """
     if not any(recipe.has_state for recipe in facts.decisions.recipes):
         return 0
     pages = {
@@ -339,7 +344,7 @@ def _at_the_end(graph: fx.Graph, like: fx.Node) -> Generator[None]:
 
 
 def _amax(graph: fx.Graph, entry: _RowOfPage) -> fx.Node | None:
-    """The amax of the tensor in this step: of its first use with gradients."""
+    """Return the amax of the tensor in this step: of its first use with gradients."""
     for user in entry.users:
         if runs_without_gradients(user):
             continue

@@ -152,7 +152,7 @@ class Reduction:
         self.order, self.absent, self.commits, self._head, self._last_places = {}, {}, 0, None, None
 
     def record(self) -> CollectiveRecord:
-        """The collective of a commit, for the report."""
+        """Return the collective of a commit, for the report."""
         count = max(HEAD + len(self.order), 0 if self._meeting is None else self._meeting.size)
         return CollectiveRecord(
             kind="all_reduce",
@@ -166,7 +166,9 @@ class Reduction:
         )
 
     def _news(self, head: Tensor, marks: Marks) -> bool:
-        """Whether some rank has a name that is not in the order. Raises if not all ranks have ``marks``, like this."""
+        """Return whether some rank has a name that is not in the order. Raises if not all ranks have ``marks``, like
+        this.
+        """
         news, *numbers = (int(number) for number in head.tolist())
         largest, least = Marks(*numbers[::2]), Marks(*(-number for number in numbers[1::2]))
         rank = dist.get_rank()
@@ -192,7 +194,7 @@ class Reduction:
         return bool(news)
 
     def _reduced(self, pages: Sequence[StagedPage], marks: Marks, meeting: Meeting) -> Tensor:
-        """The packed tensor, [at least 7 + names that all ranks know]: see ``HEAD``, and the amaxes."""
+        """Return the packed tensor, [at least 7 + names that all ranks know]: see ``HEAD``, and the amaxes."""
         names = [name for page in pages for row in page.names for name in row]
         device = self.device
         packed = torch.zeros(meeting.size, device=device)

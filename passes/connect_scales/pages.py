@@ -53,7 +53,7 @@ class RowKey:
 
 
 def row_name(place: str, key: RowKey, number: int | None = None) -> str:
-    """The name of a row in a state dict.
+    """Return the name of a row in a state dict.
 
     Args:
         place: the module of a matmul, or of the bound weight.
@@ -72,21 +72,23 @@ class Page:
 
     @staticmethod
     def new(layout: PageLayout) -> Page:
-        """A page before the first step."""
+        """Return a page before the first step."""
         return Page(layout.new_page(), layout, unset=layout.recipe.starts_from_own_amax)
 
     def look(self) -> bool:
-        """Whether some rows have no scale yet. Waits for the device until all have one."""
+        """Return whether some rows have no scale yet. Waits for the device until all have one."""
         self.unset = self.unset and bool(self.tensor[:, history.UNSET].any())
         return self.unset
 
     def fits(self, layout: PageLayout) -> bool:
-        """Whether a graph that wants ``layout`` can take it. It cannot after the model was moved to another device."""
+        """Return whether a graph that wants ``layout`` can take it. It cannot after the model was moved to another
+        device.
+        """
         alike = self.layout.group == layout.group and self.tensor.device == layout.device
         return alike and self.layout.fp8_max == layout.fp8_max and self.tensor.shape[0] == len(layout.rows)
 
     def rows_for(self, layout: PageLayout, indices: Sequence[int]) -> Tensor:
-        """A copy of the rows at ``indices`` for a page of ``layout``, whose device may have other FP8 types."""
+        """Return a copy of the rows at ``indices`` for a page of ``layout``, whose device may have other FP8 types."""
         rows = self.tensor[list(indices)].to(layout.device)
         if self.layout.fp8_max != layout.fp8_max:
             history.write_scale(rows, rescaled(rows[:, SCALE], self.layout.fp8_max, layout.fp8_max))
@@ -107,11 +109,11 @@ class Row:
         history.write_row(self.page.tensor, self.index, scale, amaxes, unset=begins)
 
     def has_no_scale(self) -> bool:
-        """Whether it is yet to come from the tensor's own amax. Waits for the device."""
+        """Return whether it is yet to come from the tensor's own amax. Waits for the device."""
         return bool(self.page.tensor[self.index, history.UNSET])
 
     def saved(self) -> SavedRow:
-        """A copy of its state, without the amax that a step has staged which is not over."""
+        """Return a copy of its state, without the amax that a step has staged which is not over."""
         layout = self.page.layout
         saved = SavedRow.of(self.page.tensor[self.index], layout.fp8_max, reduced=layout.recipe.reduce_amax)
         if layout.group is not None:
@@ -146,7 +148,9 @@ class Row:
 
 
 def rows_of_weights(layout: PageLayout, rows: Sequence[Row]) -> list[tuple[Row, tuple[int, ...]]]:
-    """Those ``rows`` of a page that are the state of parameters themselves, with these as positions of graph inputs."""
+    """Return those ``rows`` of a page that are the state of parameters themselves, with these as positions of graph
+    inputs.
+    """
     if layout.group is not None and not layout.recipe.starts_from_own_amax:
         return []
     weights = [(row, uses) for row, uses in zip(rows, layout.rows, strict=True) if is_parameter(uses)]

@@ -40,7 +40,7 @@ class SavedRow:
 
     @staticmethod
     def of(row: Tensor, fp8_max: float, *, reduced: bool = True) -> SavedRow:
-        """A copy of a row of a page."""
+        """Return a copy of a row of a page."""
         row = row.detach().cpu()
         return SavedRow(row[SCALE : SCALE + 1].clone(), row[history.HEADER :].clone(), fp8_max, reduced)
 
@@ -68,7 +68,7 @@ def rescaled(scale: Tensor, saved: float, wanted: float) -> Tensor:
 
 
 def recipe_text(recipe: DelayedScaling) -> str:
-    """The part of a name that identifies a recipe: the recipe's fields that differ from the defaults."""
+    """Return the part of a name that identifies a recipe: the recipe's fields that differ from the defaults."""
     fields = [(field.name, getattr(recipe, field.name), field.default) for field in dataclasses.fields(recipe)]
     changed = [f"{name}={_plain(value)}" for name, value, default in fields if value != default]
     return f"delayed({','.join(changed)})"
@@ -81,13 +81,13 @@ def _plain(value: Any) -> str:
 
 
 def recognizes(name: str) -> bool:
-    """Whether a state dict's entry of this name is part of a row."""
+    """Return whether a state dict's entry of this name is part of a row."""
     row, _, field = name.rpartition("|")
     return field in (*_FIELDS, _MAXIMUM) and "|" in row
 
 
 def checked(entries: Mapping[str, Any]) -> dict[str, SavedRow]:
-    """The rows in entries of a state dict by name, or a :class:`StateError` that says what is wrong with them.
+    """Return the rows in entries of a state dict by name, or a :class:`StateError` that says what is wrong with them.
 
     Sizes are compared before numbers are read: a tensor of a few bytes may claim any size.
     """
@@ -126,24 +126,24 @@ def checked(entries: Mapping[str, Any]) -> dict[str, SavedRow]:
 
 
 def _recipes_maximum(name: str) -> float:
-    """The FP8 maximum of the type that the recipe in a row's name gives to its operand."""
+    """Return the FP8 maximum of the type that the recipe in a row's name gives to its operand."""
     operand = cast(OperandName, name.partition("|")[0].rpartition(".")[2])
     return FP8_MAX[Format[_setting(name, "fp8_format", DelayedScaling().fp8_format.name)].dtype(operand)]
 
 
 def _history_length(name: str) -> int:
-    """The history length that a row's name states. Raises ``ValueError`` for one that no recipe has."""
+    """Return the history length that a row's name states. Raises ``ValueError`` for one that no recipe has."""
     length = int(_setting(name, "amax_history_len", str(DelayedScaling().amax_history_len)))
     return DelayedScaling(amax_history_len=length).amax_history_len
 
 
 def _reduced(name: str) -> bool:
-    """Whether the recipe in a row's name reduces amaxes."""
+    """Return whether the recipe in a row's name reduces amaxes."""
     return _setting(name, "reduce_amax", "True") == "True"
 
 
 def _setting(name: str, field: str, default: str) -> str:
-    """The value of ``field`` in the recipe of a row's name, which leaves out default values."""
+    """Return the value of ``field`` in the recipe of a row's name, which leaves out default values."""
     settings = name.rpartition("|")[2].removeprefix("delayed(").removesuffix(")").split(",")
     values = [setting.removeprefix(f"{field}=") for setting in settings if setting.startswith(f"{field}=")]
     return values[0] if values else default
@@ -185,7 +185,7 @@ class LoadedRows:
         return iter(self._rows)
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """The entries of these rows in a state dict."""
+        """Yield the entries of these rows in a state dict."""
         for name, row in self._rows.items():
             yield from row.entries(name)
 
@@ -208,7 +208,7 @@ class LoadedRows:
         return row.under(fp8_max)
 
     def under_another_recipe(self, name: str, length: int) -> SavedRow | None:
-        """A row of the same tensor as ``name``, under another recipe; None if there is none.
+        """Return a row of the same tensor as ``name``, under another recipe; None if there is none.
 
         Of several it is one with histories of ``length``, else the last: states used to have rows of earlier recipes.
         """

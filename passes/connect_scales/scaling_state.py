@@ -86,7 +86,7 @@ class ScalingState(KeptScales):
             self._forget_rows(owner)
 
     def slot(self, extra_inputs: Sequence[PageLayout | JoinsReduction], context: CallContext) -> Slot:
-        """The pages of a graph, and its part in the reductions of a step."""
+        """Return the pages of a graph, and its part in the reductions of a step."""
         layouts = _layouts_of(extra_inputs)
         group = str(context.group) if len(layouts) < len(extra_inputs) else None
         slot = _Read(
@@ -156,7 +156,7 @@ class ScalingState(KeptScales):
     def pages(
         self, extra_inputs: Sequence[PageLayout | JoinsReduction], args: Sequence[Any], *, records: bool = False
     ) -> Sequence[Page]:
-        """The pages for one call of a graph.
+        """Return the pages for one call of a graph.
 
         Args:
             extra_inputs: the pages that the graph wants. The same sequence finds the same pages at once.
@@ -266,12 +266,12 @@ class ScalingState(KeptScales):
             self._without_backward.add(key)
 
     def report(self) -> Mapping[str, Any]:
-        """The collective of each commit, and the names of loaded rows that no layer has asked for."""
+        """Return the collective of each commit, and the names of loaded rows that no layer has asked for."""
         reductions = [reduction.record() for _, reduction in sorted(self._reductions.items())]
         return {"reductions": reductions, "unused_state": sorted(self._loaded)}
 
     def _staged_pages(self) -> dict[str, list[StagedPage]]:
-        """The pages that are reduced, by group."""
+        """Return the pages that are reduced, by group."""
         if self._staged is None:
             staged: dict[str, list[StagedPage]] = {}
             names: dict[Page, list[list[str]]] = {}
@@ -358,7 +358,7 @@ class ScalingState(KeptScales):
         self._staged = None
 
     def _loaded_exactly(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
-        """The state of a new row, if ``load_state_dict`` loaded it or other ranks had it before."""
+        """Return the state of a new row, if ``load_state_dict`` loaded it or other ranks had it before."""
         if (loaded := self._loaded.take(name, layout.fp8_max)) is not None:
             return loaded
         for reduction in self._reductions.values():
@@ -368,14 +368,16 @@ class ScalingState(KeptScales):
         return None
 
     def _copied(self, key: RowKey, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
-        """The state of a new row of a tensor that has a row under another recipe."""
+        """Return the state of a new row of a tensor that has a row under another recipe."""
         if (newest := self._successors.newest(key)) is None:
             return None
         row = self._rows[newest]
         return self._successors.converted(row.saved(), layout, row.name, self._phases.now())
 
     def _of_another_recipe(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
-        """The state of a new row whose tensor other ranks had under another recipe, or ``load_state_dict`` loaded."""
+        """Return the state of a new row whose tensor other ranks had under another recipe, or ``load_state_dict``
+        loaded.
+        """
         place = _place(name)
         absent = [page for each in self._reductions.values() for other, page in each.absent.items() if place in other]
         same = [page for page in absent if _place(page.names[0][0]) == place]
@@ -386,7 +388,7 @@ class ScalingState(KeptScales):
         return None if saved is None else self._successors.converted(saved, layout, name, self._phases.now())
 
     def _of_other_ranks(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
-        """The state of a row that other ranks have begun, which copied theirs of the same tensor, too."""
+        """Return the state of a row that other ranks have begun, which copied theirs of the same tensor, too."""
         if (loaded := self._loaded_exactly(name, layout)) is not None:
             return loaded
         key = next((key for key, row in self._rows.items() if row.name.startswith(f"{_place(name)}|")), None)
@@ -412,13 +414,13 @@ class ScalingState(KeptScales):
             ops.raise_each([tensor[0, HEADER] for tensor in tensors], largest)
 
     def row(self, parameter: Tensor, operand: OperandName, recipe: DelayedScaling) -> SavedRow | None:
-        """A copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""
+        """Return a copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""
         first = RowKey(self._owners.of(parameter) or self._nobody, None, 0, operand, recipe)
         key = first if first in self._rows else self._successors.newest(first)
         return None if key is None else self._rows[key].saved()
 
     def peek(self, extra_input: PageLayout, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """A page with the scale of a weight, which the linears in it share."""
+        """Return a page with the scale of a weight, which the linears in it share."""
         page = Page.new(dataclasses.replace(extra_input, rows=extra_input.rows[:1], device=owners[0].device))
         rows = (self.row(owner, "weight", extra_input.recipe) for owner in owners)
         weight = Row(page, 0, "")
@@ -446,7 +448,7 @@ class ScalingState(KeptScales):
             self._forget_rows(owner)
 
     def _alive(self) -> dict[str, Row]:
-        """The rows of the layers that still exist, by name, without those whose tensor has a newer one."""
+        """Return the rows of the layers that still exist, by name, without those whose tensor has a newer one."""
         self._forget_dead_layers()
         named: dict[str, list[tuple[RowKey, Row]]] = {}
         for key, row in list(self._rows.items()):
@@ -464,7 +466,7 @@ class ScalingState(KeptScales):
         return rows
 
     def _of_models(self, alike: Sequence[tuple[RowKey, Row]]) -> list[Row]:
-        """The rows of one name, without those of what a bound model had there before, if there are others.
+        """Return the rows of one name, without those of what a bound model had there before, if there are others.
 
         That is another parameter; or, for a module that has a parameter now and had none then (or the reverse, as
         torch.nn.utils.prune does), what was looked up last.
@@ -507,7 +509,7 @@ class ScalingState(KeptScales):
         return lambda: self._load(rows, existing)
 
     def _policies_have_state(self) -> bool:
-        """Whether some recipe of the policy has a state, at any step of its schedule."""
+        """Return whether some recipe of the policy has a state, at any step of its schedule."""
         policies = [self._policies.current, *([self._policies.scheduled] if self._policies.scheduled else [])]
         return any(recipe.has_state for policy in policies for recipe in policy.recipes())
 
@@ -543,12 +545,12 @@ class ScalingState(KeptScales):
 
 
 def _layouts_of(extra_inputs: Sequence[PageLayout | JoinsReduction]) -> list[PageLayout]:
-    """The pages among the extra inputs that a graph asks for."""
+    """Return the pages among the extra inputs that a graph asks for."""
     return [each for each in extra_inputs if isinstance(each, PageLayout)]
 
 
 def _place(name: str) -> str:
-    """The tensor that a row's name is for."""
+    """Return the tensor that a row's name is for."""
     return name.partition("|")[0]
 
 

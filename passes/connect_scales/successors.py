@@ -40,7 +40,7 @@ class Phases:
         self._number = 0
 
     def now(self) -> int:
-        """The present one. Asked in every call."""
+        """Return the present one. Asked in every call."""
         if (seen := self._policies.now) is not self._seen:
             self._seen = seen
             if (identity := seen.of(())[1]) != self._identity:
@@ -57,7 +57,7 @@ class _Use:
     before: int = 0
 
     def until(self, phase: int) -> int:
-        """The last one before ``phase``."""
+        """Return the last one before ``phase``."""
         return self.last if self.last < phase else self.before
 
 
@@ -92,16 +92,16 @@ class Successors:
             use.before, use.last = use.last, phase
 
     def last(self, key: RowKey) -> int:
-        """The last phase in which a row has recorded."""
+        """Return the last phase in which a row has recorded."""
         return self._uses[key].last
 
     def newest(self, key: RowKey) -> RowKey | None:
-        """The row of the same tensor that was used last; None if it has none."""
+        """Return the row of the same tensor that was used last; None if it has none."""
         alike = [other for other in self._alike.get(key.of_tensor, ()) if other != key]
         return max(alike, key=lambda other: self._uses[other].last, default=None)
 
     def newer(self, key: RowKey, phase: int) -> RowKey | None:
-        """The row that ``key``'s has to follow before it is used in ``phase``; None if it is up to date."""
+        """Return the row that ``key``'s has to follow before it is used in ``phase``; None if it is up to date."""
         use = self._uses[key]
         other = None
         if use.last == _COPY:
@@ -113,7 +113,7 @@ class Successors:
         return other if other is not None and self._uses[other].until(phase) > use.last else None
 
     def outdated(self, key: RowKey) -> bool:
-        """Whether another row has the present state of its tensor."""
+        """Return whether another row has the present state of its tensor."""
         use, other = self._uses[key].last, self.newest(key)
         return bool(use) and other is not None and self._uses[other].last > use
 

@@ -71,7 +71,7 @@ class ReadWhole(ExtraInput):
 
 
 def are_gathered(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether FSDP2 gathers weights around the graph."""
+    """Return whether FSDP2 gathers weights around the graph."""
     facts = compilation.facts
     return bool(facts.gathered) and bool(facts.settings.cache_weights) and not facts.subgraph
 
@@ -103,7 +103,7 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:
-    """The node that ``part`` is, behind casts, and the dtypes of these casts in order."""
+    """Return the node that ``part`` is, behind casts, and the dtypes of these casts in order."""
     casts: list[torch.dtype] = []
     while part.target is CONVERT:
         casts.insert(0, part.args[1])  # pyright: ignore[reportArgumentType]
@@ -125,7 +125,7 @@ def why_not_sent(
 
 
 def _backward_reads_rows(quantized: QuantizeNode, in_backward: Collection[fx.Node]) -> bool:
-    """Whether backward reads fprop's copy beside one of its own, which holds other numbers."""
+    """Return whether backward reads fprop's copy beside one of its own, which holds other numbers."""
     pending = [x for name, x in quantized.outputs.items() if name.startswith("rowwise")]
     if not pending or not quantized.columnwise_differs:
         return False

@@ -106,7 +106,7 @@ class GatheredCopies:
         self._transpose(slice(None), backward)
 
     def kept(self, layouts: Collection[str]) -> list[Tensor]:
-        """The copies of ``layouts``, which need memory until FSDP2 frees it; the others' is freed now."""
+        """Return the copies of ``layouts``, which need memory until FSDP2 frees it; the others' is freed now."""
         copies = {name: self.tensors[name] for name in LAYOUTS if name in self.tensors}
         for name in copies.keys() - {*layouts}:
             fsdp.free(copies.pop(name))
@@ -136,7 +136,7 @@ class GatheredCopies:
 
 
 def scales_are_given(kind: Scaling, layout: str) -> bool:
-    """Whether a layout of some rows has scales that are those of other rows, too."""
+    """Return whether a layout of some rows has scales that are those of other rows, too."""
     return kind.one_scale or (layout == "columnwise" and not kind.tiled)
 
 
@@ -160,7 +160,7 @@ class Memory:
 def quantizes_rows(
     arguments: QuantizeArguments[Any], dtypes: Sequence[torch.dtype], wanted: Sequence[str]
 ) -> fx.GraphModule:
-    """A function that quantizes some rows of a weight by ``arguments``, which are those of all of it.
+    """Return a function that quantizes some rows of a weight by ``arguments``, which are those of all of it.
 
     It takes the rows, which are cast to ``dtypes`` one after the other; the scales that are those of other rows,
     too, if the weight has such: [1, 2], or [1, 2, columns, 1] of columns; and for each of the outputs ``wanted``, by

@@ -62,7 +62,7 @@ class SentWeights(Store):
         return None if sharded is None else fsdp.facts(sharded)
 
     def report(self) -> Mapping[str, int]:
-        """The weights, and this rank's quantized rows, which it keeps from update to update."""
+        """Return the weights, and this rank's quantized rows, which it keeps from update to update."""
         alive = self._alive()
         return {"weights": sum(len(x.sharded) for x in alive), "weight_bytes": sum(x.bytes for x in alive)}
 
@@ -78,7 +78,7 @@ class SentWeights(Store):
         return [weight for _, weight in alive]
 
     def slot(self, extra_inputs: Sequence[GatheredWeight | ReadWhole | ToGather], context: CallContext) -> Slot:
-        """The copies that a graph takes of what was gathered."""
+        """Return the copies that a graph takes of what was gathered."""
         arrived, copies, read = context.arrived, list[Tensor](), set[int]()
         apart: list[SentWeight] = []
         for weight in extra_inputs:
@@ -113,7 +113,7 @@ class SentWeights(Store):
                     scales.before_commit.append(functools.partial(self._stage, scales))
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
-        """Those that were gathered in FP8, for this backend or another one."""
+        """Return those that were gathered in FP8, for this backend or another one."""
         by_id = fsdp.gathered()
         sharded = {index: by_id[id(args[index])] for index in positions if id(args[index]) in by_id}
         owners = {index: fsdp.owner_of(x) for index, x in sharded.items()}
@@ -302,7 +302,7 @@ class SentWeight:
             fsdp.stand_in(sharded, self._nan(sharded))
 
     def copies(self, weight: WeightGraph, parameters: Sequence[Any]) -> list[Tensor] | None:
-        """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
+        """Get the copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
         gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
         own, other = ((x.signature, [each.kind() for each in x.extra_inputs]) for x in (self.weight, weight))
         if own != other:
@@ -349,14 +349,15 @@ class SentWeight:
         self._scales, self._scales_of = kept.scales_in(self._row()), self._state()
 
     def _row(self) -> Tensor:
-        """The tensor that keeps the weight's scale."""
+        """Return the tensor that keeps the weight's scale."""
         owners = dict(zip(self.weight.parameters, map(fsdp.whole_of, self.sharded), strict=True))
         args = [owners.get(index) for index in range(max(owners) + 1)]
         (kept,) = self._tensors(self._kept, args)
         return kept
 
     def take_amaxes(self) -> tuple[Tensor, list[Tensor]] | None:
-        """The tensor that keeps its scale, and the amaxes of this rank's rows that are not in it yet; None without any.
+        """Return the tensor that keeps its scale, and the amaxes of this rank's rows that are not in it yet; None
+        without any.
 
         As for kept copies, an amax is recorded once for each update of the weight, if gradients were computed with it.
         """
@@ -373,13 +374,13 @@ class SentWeight:
         self._scales_of = self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """A key that changes with the parameters."""
+        """Return a key that changes with the parameters."""
         forwards = all_sent.forwards if (all_sent := self._all()) is not None else 0
         shards = [sharded.sharded_param for sharded in self.sharded]
         return self._steps.refreshes, forwards, signature(shards, steps=self._steps.all)
 
     def _around(self, part: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The functions that FSDP2 calls before and after it gathers ``part``, with these names of arguments."""
+        """Return the functions that FSDP2 calls before and after it gathers ``part``, with these names of arguments."""
 
         def before(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
             layout = "columnwise" if self.differ and fsdp.is_for_backward(self._groups[part]) else "rowwise"
@@ -409,7 +410,7 @@ class SentWeight:
         return self._memory.nan(sharded._orig_size, dtype, fsdp.shard_of(sharded).device)
 
     def _layouts(self, *, backward: bool) -> frozenset[str]:
-        """The layouts whose copies are needed until the next gather."""
+        """Return the layouts whose copies are needed until the next gather."""
         return self._there[0] if self.differ else frozenset(LAYOUTS if backward else ["rowwise"])
 
     def _receive(
@@ -437,7 +438,7 @@ class SentWeight:
 
     @torch.no_grad()
     def _sent(self, part: int, layout: str) -> list[Tensor]:
-        """The quantized rows of this rank in one layout, FP8 as bytes, and their scales.
+        """Return the quantized rows of this rank in one layout, FP8 as bytes, and their scales.
 
         Both layouts take the same bytes, since FSDP2 gathers into the same memory: where the scales of columns are
         known, those of rows are sent again.
@@ -448,7 +449,9 @@ class SentWeight:
         return [x.view(torch.uint8) if x.itemsize == 1 else x for x in sent]
 
     def _quantized(self, part: int) -> dict[str, Tensor]:
-        """The quantized rows of this rank, by the names of the outputs; those of columns, too, are [rows, columns]."""
+        """Return the quantized rows of this rank, by the names of the outputs; those of columns, too, are [rows,
+        columns].
+        """
         if autograd.in_backward() and self._made_of[part] is not None:
             return self._rows[part]  # those of forward
         if (all_sent := self._all()) is not None:
@@ -513,5 +516,5 @@ def _quantize_node(weight: WeightGraph) -> QuantizeNode:
 
 
 def _backward_may_read_rows(weight: WeightGraph) -> bool:
-    """Whether the backward of a graph may read fprop's copy: it has none of its own."""
+    """Return whether the backward of a graph may read fprop's copy: it has none of its own."""
     return weight.trains and "columnwise" not in weight.made

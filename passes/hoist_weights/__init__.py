@@ -61,13 +61,15 @@ class CachedWeight(WeightInput):
 
 
 def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether copies of weights are kept beside this graph, or why they are not is to be said: FSDP2 gathers some."""
+    """Return whether copies of weights are kept beside this graph, or why they are not is to be said: FSDP2 gathers
+    some.
+    """
     facts = compilation.facts
     return bool(facts.keeps_weights or facts.gathered) and bool(facts.settings.cache_weights) and not facts.subgraph
 
 
 def wanted_copies(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
-    """The tensors of the copies: data and scales for each layout. Linears that are fused have one copy."""
+    """Return the tensors of the copies: data and scales for each layout. Linears that are fused have one copy."""
     if not facts.keeps_weights:
         return 0
     copies: dict[Any, int] = {}  # by the linears that one copy serves, and its recipe
@@ -142,7 +144,7 @@ def _why_not_input(node: fx.Node, index: int | None, quantized: fx.Node, compila
 
 
 def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether this is the last trace of a whole graph: with too few spare inputs it is traced again."""
+    """Return whether this is the last trace of a whole graph: with too few spare inputs it is traced again."""
     facts = compilation.facts
     return not facts.subgraph and facts.spares.wanted <= len(facts.spares.indices)
 

@@ -18,7 +18,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 
 
 def lie_side_by_side(parts: Sequence[Tensor]) -> bool:
-    """Whether each of ``parts`` begins in memory where the one before it ends."""
+    """Return whether each of ``parts`` begins in memory where the one before it ends."""
     if any(type(x) not in _PLAIN for x in parts):
         return False
     ends = [x.storage_offset() + x.numel() for x in parts]
@@ -28,7 +28,7 @@ def lie_side_by_side(parts: Sequence[Tensor]) -> bool:
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows those of ``parts`` are, which are moved to its memory if they do not lie so.
+    """Return the tensor whose rows those of ``parts`` are, which are moved to its memory if they do not lie so.
 
     None, and nothing is moved, if others may hold that memory too, and write to it or wait for writes: another tensor,
     another process, the library that allocated it; or if a part has a memory of no one address (a DTensor, a fake).

@@ -133,11 +133,11 @@ class WeightCache(Store):
         return sum(t.nbytes for copy in self._copies() if not copy.in_place for t in copy.tensors.values())
 
     def slot(self, extra_inputs: Sequence[CachedWeight], context: CallContext) -> Slot:
-        """The copies that a graph takes, up to date."""
+        """Return the copies that a graph takes, up to date."""
         return Slot(tensors=self.tensors(extra_inputs, context.args), fresh=self.unchanged(extra_inputs, context.args))
 
     def tensors(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> list[Tensor]:
-        """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
+        """Return the copies for one call of a graph, in the order of its inputs and up to date with the parameters.
 
         Args:
             weights: the weights whose copies the graph takes.
@@ -173,7 +173,7 @@ class WeightCache(Store):
         return self.steps.refreshes, self.steps.all.count, self.steps.switches
 
     def unchanged(self, weights: Sequence[CachedWeight], args: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
-        """A check whether the copies from :meth:`tensors` are valid for later arguments; None without weights."""
+        """Give a check whether the copies from :meth:`tensors` are valid for later arguments; None without weights."""
         positions = sorted({index for weight in weights for index in weight.parameters})
         if not positions:
             return None
@@ -232,7 +232,7 @@ class WeightCache(Store):
         return Watch(tensors, [made[index] for index in own], changed, pauses, every=self._strict)
 
     def _differs(self, weight: _Weight, parameters: Sequence[Tensor]) -> bool:
-        """Whether parameters on a CPU hold other numbers than those that copies were made of."""
+        """Return whether parameters on a CPU hold other numbers than those that copies were made of."""
         tensors = [*map(local, parameters)]
         if autograd.in_backward() or any(isinstance(x, FakeTensor) or not x.is_cpu for x in tensors):
             return False
@@ -242,14 +242,14 @@ class WeightCache(Store):
         return [copy for weight in self._weights.values() for copy in {*weight.copies.values()}]
 
     def _weight(self, request: CachedWeight, args: Sequence[Any]) -> _Weight:
-        """The weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
+        """Return the weight that graphs may request in several layouts. Its parameters own it, and no graph does."""
         owners = [args[index] for index in request.parameters]
         way = (request.signature, *map(_kind, request.extra_inputs))
         key = way, *map(id, map(anchor, owners))
         return self._weights.get(key) or self._weights.keep(key, _Weight(way), owners)
 
     def _copy(self, weight: _Weight, request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy:
-        """The copy of ``weight`` for a request. One that has more layouts than others takes their place."""
+        """Return the copy of ``weight`` for a request. One that has more layouts than others takes their place."""
         if any(each.in_place and not _is_there(each, parameters) for each in weight.copies.values()):
             weight.copies.clear()  # the model has moved to another device, for example
             self._epoch.advance()
@@ -337,7 +337,7 @@ class WeightCache(Store):
 
 
 def _by_device(positions: Iterable[int], args: Sequence[Any]) -> list[list[int]]:
-    """The positions of parameters, those of one device together."""
+    """Return the positions of parameters, those of one device together."""
     of_device: dict[torch.device, list[int]] = {}
     for index in sorted(positions):
         of_device.setdefault(local(args[index]).device, []).append(index)
@@ -345,7 +345,7 @@ def _by_device(positions: Iterable[int], args: Sequence[Any]) -> list[list[int]]
 
 
 def _unseen(parameters: Sequence[Tensor]) -> bool:
-    """Whether writes to some parameters leave no trace, and their numbers are not looked at in each call."""
+    """Return whether writes to some parameters leave no trace, and their numbers are not looked at in each call."""
     return any(x.is_inference() and not x.is_cpu for x in parameters)
 
 
@@ -356,19 +356,19 @@ def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def covers(made: CachedWeight, wanted: CachedWeight) -> bool:
-    """Whether the copy ``made`` has the layouts of ``wanted``."""
+    """Return whether the copy ``made`` has the layouts of ``wanted``."""
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
 
 
 def _in_place(request: CachedWeight, parameters: Sequence[Tensor]) -> _Copy | None:
-    """The weight that joins ``parameters``, in their memory; None if they cannot be moved there."""
+    """Return the weight that joins ``parameters``, in their memory; None if they cannot be moved there."""
     with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
         joined = side_by_side(parameters)
     return None if joined is None else _Copy(request, {request.outputs[0]: joined}, made=True, in_place=True)
 
 
 def _is_there(copy: _Copy, parameters: Sequence[Tensor]) -> bool:
-    """Whether the rows of a joined weight still are ``parameters``."""
+    """Return whether the rows of a joined weight still are ``parameters``."""
     (joined,) = copy.tensors.values()
     return lie_side_by_side(parameters) and joined.data_ptr() == parameters[0].data_ptr()
 

@@ -36,13 +36,13 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 
 def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether this variant of the graph is for observed steps."""
+    """Return whether this variant of the graph is for observed steps."""
     condition = compilation.facts.decisions.condition(Observed)
     return condition is not None and not condition.candidates and not compilation.facts.subgraph
 
 
 def wanted_statistics(foreseen: Callable[[], Sequence[Foreseen]], facts: GraphFacts) -> int:
-    """One tensor for forward, and one for backward."""
+    """Return one tensor for forward, and one for backward."""
     return 0 if facts.decisions.condition(Observed) is None else 1 + facts.training
 
 
@@ -64,7 +64,7 @@ def observe(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmName], fx.Node]:
-    """The result of each GEMM: the last of its nodes, which adds a bias or cuts padding off."""
+    """Return the result of each GEMM: the last of its nodes, which adds a bias or cuts padding off."""
     results: dict[tuple[int, GemmName], fx.Node] = {
         (position, gemm.gemm): gemm.node
         for position, site in enumerate(compilation.sites)
@@ -78,7 +78,7 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
 
 
 def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) -> None:
-    """The tensor and the copies of a quantize node."""
+    """Observe the tensor and the copies of a quantize node."""
     gemms = gemms_behind(node)
     names = _names((i for gemm in gemms for i in sites_of_gemm(*gemm, compilation)), compilation)
     if not names:
@@ -97,7 +97,7 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
 
 
 def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
-    """The operands of GEMMs that stay in high precision."""
+    """Observe the operands of GEMMs that stay in high precision."""
     for position, site in enumerate(compilation.sites):
         names = _names([position], compilation)
         for gemm in site.gemms:
@@ -127,7 +127,7 @@ def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
 
 
 def sites_of_gemm(position: int, gemm: str, compilation: Compilation) -> list[int]:
-    """The position of a site, and of the sites whose GEMM is one with its."""
+    """Return the position of a site, and of the sites whose GEMM is one with its."""
     site = compilation.sites[position]
     parent, dot, _ = site.fqn.rpartition(".")
     others = {(parent + dot + name, site.index) for name in compilation.fused.get((site.fqn, site.index, gemm), ())}

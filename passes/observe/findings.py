@@ -50,7 +50,7 @@ class Bounds:
                 raise ConfigError(f"guard({name}={value!r}): expected {wanted}, or None for no bound.")
 
     def crossed(self, stat: str, value: float, *, four_bits: bool) -> float | None:
-        """The bound that a statistic crosses; None if it crosses none."""
+        """Return the bound that a statistic crosses; None if it crosses none."""
         if stat == "sqnr":
             return self.sqnr if self.sqnr is not None and value < self.sqnr else None
         bound = {"underflows%": self.underflows, "saturated%": self.saturated}.get(stat)
@@ -127,7 +127,7 @@ class GuardFinding(Crossing):
 
 
 def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping[str, PolicySite]) -> list[Crossing]:
-    """The tensors that cross a bound, in an order that does not depend on that of the records."""
+    """Return the tensors that cross a bound, in an order that does not depend on that of the records."""
     values: dict[tuple[int, str, str, str], dict[str, dict[str, float]]] = {}  #: ... -> layout -> statistics
     for r in records:
         if r.operand in ("input", "weight", "grad_output") and not r.what_if:
@@ -178,7 +178,7 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
 def _readers(
     operand: OperandName, bad: Iterable[Layout], made: Iterable[str], recipe: str, site: PolicySite | None
 ) -> tuple[GemmName, ...]:
-    """The GEMMs that read the bad copies."""
+    """Return the GEMMs that read the bad copies."""
     gemms: list[GemmName] = [gemm for gemm in GEMMS if operand in GEMM_OPERANDS[gemm]]
     if len([*made]) > 1:
         gemms = [gemm for gemm in gemms if _layout(gemm, operand) in bad]
@@ -195,14 +195,14 @@ def _has_four_bits(name: str) -> bool:
 
 
 def _layout(gemm: GemmName, operand: OperandName) -> Layout:
-    """The copy of ``operand`` that ``gemm`` reads where both are made."""
+    """Return the copy of ``operand`` that ``gemm`` reads where both are made."""
     return GEMM_LAYOUTS[gemm][GEMM_OPERANDS[gemm].index(operand)]
 
 
 def proposed(
     crossing: Crossing, site: PolicySite | None, fallbacks: Sequence[RecipeLike], earlier: dict[GemmName, Any]
 ) -> GuardFinding:
-    """The finding, with the rule that would help.
+    """Return the finding, with the rule that would help.
 
     Args:
         fallbacks: recipes, from the first to the last resort.
@@ -239,7 +239,7 @@ def _is_named(plain: Any, name: str) -> bool:
 
 
 def _fallback(measured: str, now: Any, fallbacks: Sequence[RecipeLike]) -> Any:
-    """The next recipe to try, as plain data; None: there is none."""
+    """Return the next recipe to try, as plain data; None: there is none."""
     recipes = [resolve_recipe(each) for each in fallbacks]
     present = resolve_recipe(now)
     place = next((i for i, recipe in enumerate(recipes) if recipe == present), -1)
@@ -248,7 +248,7 @@ def _fallback(measured: str, now: Any, fallbacks: Sequence[RecipeLike]) -> Any:
 
 
 def _rule(site: PolicySite, changes: Mapping[GemmName, Any]) -> Rule:
-    """The rule that gives a site its current recipes, but for ``changes``."""
+    """Return the rule that gives a site its current recipes, but for ``changes``."""
     recipes = {**site.recipes, **changes}
     rest = [recipes[gemm] for gemm in GEMMS if gemm not in changes]
     base = rest[0] if rest else recipes["fprop"]
@@ -258,7 +258,7 @@ def _rule(site: PolicySite, changes: Mapping[GemmName, Any]) -> Rule:
 
 
 def python(rule: Rule) -> str:
-    """The rule as code: ``Rule("model.layers.0.mlp.down_proj", "tensorwise", wgrad=None)``."""
+    """Return the rule as code: ``Rule("model.layers.0.mlp.down_proj", "tensorwise", wgrad=None)``."""
     values = rule.to_dict()
     arguments = [json.dumps(values["pattern"], ensure_ascii=False), _code(values["recipe"])]
     arguments += [f"op={_code(rule.op)}"] if rule.op != "linear" else []

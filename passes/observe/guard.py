@@ -128,11 +128,11 @@ class Guarded(Store):
         return [entry for entry in self._applied if (entry[0].pattern, entry[0].op) in layers]
 
     def report(self) -> Mapping[str, Any]:
-        """The rules in force, in words."""
+        """Return the rules in force, in words."""
         return {"guard": [text for _, text in self._in_force]}
 
     def entries(self) -> dict[str, Tensor]:
-        """The rules, as JSON in UTF-8; none without rules."""
+        """Return the rules, as JSON in UTF-8; none without rules."""
         rules = [{"rule": rule.to_dict(), "text": text} for rule, text in self._in_force]
         return {_KEY: torch.tensor([*json.dumps(rules).encode()], dtype=torch.uint8)} if rules else {}
 
@@ -261,7 +261,7 @@ class Guard:
 
 
 def report_text(finding: GuardFinding) -> str:
-    """The change that a rule made, and its reason: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
+    """Return the change that a rule made, and its reason: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
     assert finding.rule is not None
     changed: dict[str, list[str]] = {}
     for gemm in finding.gemms:
@@ -272,7 +272,7 @@ def report_text(finding: GuardFinding) -> str:
 
 
 def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, PolicySite]:
-    """The sites of all graphs by name, as the current policy sees them."""
+    """Return the sites of all graphs by name, as the current policy sees them."""
     sites: dict[str, PolicySite] = {}
     for graph in graphs:
         policy, identity = policies.of(graph.families)

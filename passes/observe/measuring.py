@@ -105,7 +105,7 @@ class Observed(Condition):
         return dataclasses.replace(self, layers=())
 
     def takes(self, fqn: str) -> bool:
-        """Whether the site called ``fqn`` is measured."""
+        """Return whether the site called ``fqn`` is measured."""
         return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.layers)
 
 
@@ -154,14 +154,14 @@ class Measuring:
         self.tensors: dict[fx.Node, ObservedTensor] = {}
 
     def tensor(self, x: fx.Node, names: Names, tensor: str, *, like: fx.Node, **joined: Any) -> None:
-        """A tensor itself, for those of ``names`` for which it is not measured yet."""
+        """Measure a tensor itself, for those of ``names`` for which it is not measured yet."""
         new = tuple(name for name in names if (name, tensor) not in self._seen)
         self._seen.update((name, tensor) for name in new)
         what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
         self._insert(tensor_statistics, (x, self.condition.block_size), joined, what, like)
 
     def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
-        """Whether :meth:`tensor` was called for it."""
+        """Return whether :meth:`tensor` was called for it."""
         return (name, tensor) in self._seen
 
     def copy(
@@ -176,7 +176,7 @@ class Measuring:
         like: fx.Node,
         **settings: Any,
     ) -> None:
-        """The copy of ``x`` that a quantize node makes. ``outputs``: those of them that are read."""
+        """Measure the copy of ``x`` that a quantize node makes. ``outputs``: those of them that are read."""
         data, scale_inv = outputs.get(layout), outputs.get("scale_inv") or outputs.get(f"{layout}_scale_inv")
         if not self.condition.copies or data is None or scale_inv is None:
             return
@@ -197,7 +197,7 @@ class Measuring:
         like: fx.Node,
         **joined: Any,
     ) -> None:
-        """The copies of ``x`` that other recipes than ``recipe`` would make on ``device``."""
+        """Measure the copies of ``x`` that other recipes than ``recipe`` would make on ``device``."""
         for other in self.condition.what_if:
             if other.name != recipe:
                 quantizer = device.quantizer(other, operand)
@@ -259,7 +259,7 @@ class Measuring:
         return turned
 
     def page(self, *, backward: bool) -> tuple[StatisticsPage, list[fx.Node]] | None:
-        """The tensors that are measured in one direction, and the nodes that do."""
+        """Return the tensors that are measured in one direction, and the nodes that do."""
         tensors = {node: tensor for node, tensor in self.tensors.items() if is_backward(node) == backward}
         if not tensors:
             return None
@@ -284,7 +284,7 @@ class Measuring:
         self.tensors[node] = what
 
     def _anchor(self, node: fx.Node) -> fx.Node:
-        """The node behind which a reader of ``node`` may stand: no node may stand between placeholders."""
+        """Return the node behind which a reader of ``node`` may stand: no node may stand between placeholders."""
         return self._graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
 
 

@@ -66,17 +66,17 @@ class Request:
     read: set[int] = field(default_factory=set[int])
 
     def wants(self, step: int) -> bool:
-        """Whether a step is measured for this reader."""
+        """Return whether a step is measured for this reader."""
         return step >= self.since and (self.until is None or step <= self.until) and self.is_due(step)
 
     def takes(self, key: Measured) -> bool:
-        """Whether this was measured for this reader."""
+        """Return whether this was measured for this reader."""
         fits = not key.what_if or key.recipe in {recipe.name for recipe in self.condition.what_if}
         return fits and self.wants(key.step) and self.condition.takes(key.fqn)
 
 
 def together(several: Sequence[Observed]) -> Observed | None:
-    """All that several readers ask for, in one variant; None: nobody asks."""
+    """Return all that several readers ask for, in one variant; None: nobody asks."""
     if not several:
         return None
     return Observed(
@@ -151,12 +151,12 @@ class Observation(Store):
         return self._condition if any(request.is_due(now) for request in self._active) else None
 
     def slot(self, extra_inputs: Sequence[StatisticsPage], context: CallContext) -> Slot:
-        """The tensors that observed calls fill, each its own."""
+        """Return the tensors that observed calls fill, each its own."""
         nothing = [torch.empty(0, device=page.device) for page in extra_inputs]
         return _Filled(tensors=nothing, observation=self, pages=extra_inputs)
 
     def tensors(self, pages: Sequence[StatisticsPage]) -> list[Tensor]:
-        """The tensors that one observed call fills."""
+        """Return the tensors that one observed call fills."""
         step, again = self._schedule.step_of_call(), autograd.in_backward()
         made: list[Tensor] = []
         for page in pages:
@@ -176,7 +176,7 @@ class Observation(Store):
         return made
 
     def _calls_of(self, page: StatisticsPage, step: int) -> int:
-        """The calls of a graph that were measured on ``step`` and are not read yet."""
+        """Return the calls of a graph that were measured on ``step`` and are not read yet."""
         if self._counted != step:
             self._counted, self._calls = step, {}
         self._calls[id(page)] = self._calls.get(id(page), 0) + 1
@@ -214,7 +214,7 @@ class Observation(Store):
             )
 
     def measurements(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
-        """The measurements so far (None: in all steps); the names are those of the parts."""
+        """Return the measurements so far (None: in all steps); the names are those of the parts."""
         if steps is None:
             self._read()
         merged_now: dict[Measured, Parts] = {}
@@ -226,7 +226,7 @@ class Observation(Store):
         return merged_now
 
     def unread(self, request: Request, now: int | None) -> list[int]:
-        """The steps that were measured for a reader and that it has not read yet, without that of ``now``.
+        """Return the steps that were measured for a reader and that it has not read yet, without that of ``now``.
 
         It waits for the device. They count as read: the reader calls :meth:`forget_steps` when it is done.
         """

@@ -52,7 +52,7 @@ class Scores(Store):
         self._schedule.count()
 
     def batch(self, number: int) -> list[dict[str, Any]]:
-        """The errors in one batch, as plain values."""
+        """Return the errors in one batch, as plain values."""
         return [
             {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
             for key, parts in self._observation.measurements().items()
@@ -61,12 +61,12 @@ class Scores(Store):
 
     @staticmethod
     def left_out(refusals: Iterable[RefusalRecord]) -> list[str]:
-        """The sites that are not measured, and why."""
+        """Return the sites that are not measured, and why."""
         return list(dict.fromkeys(f"{r.fqn}: {r.reason}" for r in refusals if r.what == _WHAT))
 
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether recipes are tried out in this variant of the graph."""
+    """Return whether recipes are tried out in this variant of the graph."""
     condition = compilation.facts.decisions.condition(Observed)
     return condition is not None and bool(condition.candidates)
 
@@ -96,7 +96,7 @@ def score(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _obstacle(site: Site, compilation: Compilation) -> str | None:
-    """The reason why a site is left out."""
+    """Return the reason why a site is left out."""
     if compilation.facts.subgraph:
         return "it is in the body of a higher-order op"
     if any(gemm.node.target in GROUPED for gemm in site.gemms):
@@ -107,7 +107,7 @@ def _obstacle(site: Site, compilation: Compilation) -> str | None:
 
 
 def _output_gradient(site: Site, measuring: Measuring) -> fx.Node | None:
-    """The gradient of fprop's result, in its shape."""
+    """Return the gradient of fprop's result, in its shape."""
     for gemm in site.gemms:
         for view, argument, is_b in zip((gemm.a, gemm.b), matmul_arguments(gemm.node), (False, True), strict=True):
             if view.operand == "grad_output":
@@ -129,5 +129,5 @@ def _measure(
 
 
 def _last(site: Site) -> fx.Node:
-    """A GEMM of backward: errors are computed there."""
+    """Return a GEMM of backward: errors are computed there."""
     return next(gemm.node for gemm in reversed(site.gemms) if is_backward(gemm.node))

@@ -58,11 +58,11 @@ class DueSteps:
 
     @staticmethod
     def of(call: str, arguments: Mapping[str, Any]) -> DueSteps:
-        """Those that ``Backend.observe`` or ``Backend.guard`` was called with."""
+        """Return those that ``Backend.observe`` or ``Backend.guard`` was called with."""
         return DueSteps(call=call, **{name: arguments[name] for name in ("every", "start", "end")})
 
     def are_due(self, step: int) -> bool:
-        """Whether ``step`` is one of them."""
+        """Return whether ``step`` is one of them."""
         return step >= self.start and (self.end is None or step < self.end) and (step - self.start) % self.every == 0
 
 
@@ -276,7 +276,7 @@ class ObserveMethods(Starter):
 
 
 def _names(stats: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of the statistics that a user asks for."""
+    """Return the names of the statistics that a user asks for."""
     names = _NAMES if stats == "all" else texts("observe", "stats", stats)
     for name in names:
         if name not in _NAMES:
@@ -287,7 +287,7 @@ def _names(stats: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _recipes(what_if: Sequence[RecipeLike]) -> list[Recipe]:
-    """The recipes that a user wants to try out. None of them has a state."""
+    """Return the recipes that a user wants to try out. None of them has a state."""
     if isinstance(what_if, str) or not isinstance(what_if, Sequence):
         raise ConfigError(f"observe(what_if={what_if!r}): expected a list of recipes.")
     recipes = [recipe for one in what_if if (recipe := resolve_recipe(one)) is not None]
@@ -303,7 +303,7 @@ def _recipes(what_if: Sequence[RecipeLike]) -> list[Recipe]:
 def records(
     measurements: Mapping[Measured, Parts], request: Request, names: Collection[str]
 ) -> Iterator[StatisticRecord]:
-    """The statistics called ``names`` of whatever was measured for one reader."""
+    """Yield the statistics called ``names`` of whatever was measured for one reader."""
     for key, parts in measurements.items():
         if not request.takes(key):
             continue
@@ -320,7 +320,7 @@ def records(
 
 
 def json_line(record: StatisticRecord) -> str:
-    """One record as a line of JSON. A number that is not finite becomes ``null``."""
+    """Return one record as a line of JSON. A number that is not finite becomes ``null``."""
     values = dataclasses.asdict(record)
     values["value"] = record.value if math.isfinite(record.value) else None
     return json.dumps(values) + "\n"
@@ -388,7 +388,7 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def texts(call: str, name: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    """The strings of an argument that is one string or a list of them."""
+    """Return the strings of an argument that is one string or a list of them."""
     given: Any = (value,) if isinstance(value, str) else value
     if not isinstance(given, Sequence) or not given or not all(isinstance(text, str) for text in given):
         raise ConfigError(f"{call}({name}={value!r}): expected a string or a list of strings.")

@@ -87,7 +87,7 @@ def _in_rows(x: Tensor, rows: int, columns: int) -> Tensor | None:
 
 
 def contracted(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The exponents of a product of [..., m, k] and [..., k, n]; None if those along k do not cancel."""
+    """Return the exponents of a product of [..., m, k] and [..., k, n]; None if those along k do not cancel."""
     a = torch.zeros(1, 1) if a is None else with_dims(a, max(a.ndim, 2))
     b = torch.zeros(1, 1) if b is None else with_dims(b, max(b.ndim, 2))
     along = a[..., :1, :]  # [..., 1, k]: of the first row

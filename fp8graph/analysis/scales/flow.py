@@ -98,7 +98,7 @@ _OF_TORCH: Final = ("aten", "prims", "_c10d_functional", "c10d_functional", "fp8
 def faults(
     graph: fx.Graph, sources: Mapping[fx.Node, Source], products: Sequence[Product]
 ) -> tuple[list[Fault], dict[fx.Node, Operands]]:
-    """The faults of a graph, forward or joint, and the operands of its products, by node.
+    """Return the faults of a graph, forward or joint, and the operands of its products, by node.
 
     Args:
         sources: by placeholder.
@@ -162,14 +162,14 @@ class _Flow:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _origin(self, node: fx.Node) -> Any:
-        """The tensor before views, casts and scales."""
+        """Return the tensor before views, casts and scales."""
         state = self.states.get(node)
         return self.keys[node] if not isinstance(state, State) or state.origin is None else state.origin
 
     # Inputs
 
     def _scale_inputs(self) -> set[fx.Node]:
-        """The inputs that are scales, by what reads them: a scaled product, a cast, or bytes that they decode."""
+        """Give the inputs that are scales, by what reads them: a scaled product, a cast, or bytes that they decode."""
         scales: set[fx.Node] = set()
         for node in self.graph.nodes:
             if node.op != "call_function":
@@ -199,16 +199,16 @@ class _Flow:
         return "scal" in source.leaf or numel(node) == 1 and not source.trains or self._is_history(node)
 
     def _is_history(self, node: fx.Node) -> bool:
-        """Whether an input holds amaxes of the steps before."""
+        """Return whether an input holds amaxes of the steps before."""
         source = self.sources.get(node)
         return source is not None and source.stored and not source.trains and is_small(node) and holds_amaxes(source)
 
     def _is_of_history(self, node: fx.Node) -> bool:
-        """Whether a largest magnitude is taken of amaxes of the steps before alone."""
+        """Return whether a largest magnitude is taken of amaxes of the steps before alone."""
         return all(passes_magnitudes(x) or self._is_history(x) for x in measured(node))
 
     def _inputs_behind(self, node: Any) -> set[fx.Node]:
-        """The float inputs that are a scale, its inverse or a part of it, through arithmetic on scales alone."""
+        """Return the float inputs that are a scale, its inverse or a part of it, through arithmetic on scales alone."""
         waiting, inputs, met = [node], set[fx.Node](), set[fx.Node]()
         while waiting:
             each = waiting.pop()
@@ -250,7 +250,7 @@ class _Flow:
         return self._scale(node, _made_up(root, exponents, dtype, len(self.roots)))
 
     def _twin(self, node: fx.Node, source: Source) -> fx.Node | None:
-        """The input that is the inverse of this one, by its name: ``x_scale`` of ``x_scale_inv``."""
+        """Return the input that is the inverse of this one, by its name: ``x_scale`` of ``x_scale_inv``."""
         if not source.leaf.endswith("_inv"):
             return None
         for other, named in self.sources.items():
@@ -283,7 +283,7 @@ class _Flow:
         return State({}, (cast_,), origin=self.keys[node])
 
     def _has_exponents(self, source: Source) -> bool:
-        """Whether its module holds scales as the bytes of E8M0, and something reads them."""
+        """Return whether its module holds scales as the bytes of E8M0, and something reads them."""
         beside = (x for x, other in self.sources.items() if other.module == source.module and "scal" in other.leaf)
         return any(dtype_of(x) == torch.uint8 and x.users for x in beside)
 
@@ -338,7 +338,7 @@ class _Flow:
         return self.keys[node]
 
     def _scale(self, node: fx.Node, first: Values, later: Values | None = None) -> Any:
-        """The state of a node that is computed from scales alone.
+        """Return the state of a node that is computed from scales alone.
 
         Args:
             first: its value, made up, and changed by each scale that starts in an amax or an input.
@@ -371,7 +371,7 @@ class _Flow:
         return self._derived(node, first)
 
     def _derived(self, node: fx.Node, first: Values) -> State:
-        """A scale that is proportional to none that it is computed from: one of its own."""
+        """Return a scale that is proportional to none that it is computed from: one of its own."""
         key, base = self.keys[node], first[None]
         if key not in self.roots:
             roots = [root for root in first if root is not None]
@@ -391,7 +391,7 @@ class _Flow:
         return torch.tensor(steps).reshape(tuple(shape))
 
     def _amax(self, node: fx.Node) -> Any:
-        """The largest magnitudes of a tensor: a scale that starts here, unless it is of scales alone."""
+        """Return the largest magnitudes of a tensor: a scale that starts here, unless it is of scales alone."""
         tensor = cast(fx.Node, node.args[0])
         state = self._state(tensor)
         if state.values is not None:
@@ -417,7 +417,7 @@ class _Flow:
         return scale
 
     def _started(self, node: fx.Node, sources: frozenset[Any]) -> State:
-        """A scale that is computed from others by an op that does not run here, such as a collective."""
+        """Return a scale that is computed from others by an op that does not run here, such as a collective."""
         dtype, shape = dtype_of(node), shape_of(node) if dtype_of(node) is not None else ()
         if dtype is None or not dtype.is_floating_point or not is_small(node):
             return NOTHING
@@ -450,7 +450,9 @@ class _Flow:
         return state, scale
 
     def _may_belong(self, root: Root, stored: Source) -> bool:
-        """Whether a scale may be that of bytes of the model: it is in their module, and nothing else was cast by it."""
+        """Return whether a scale may be that of bytes of the model: it is in their module, and nothing else was cast by
+        it.
+        """
         return root.source is not None and root.source.is_beside(stored) and root not in self.cast_by
 
     # Nodes
@@ -514,7 +516,7 @@ class _Flow:
         return self._unknown(node)
 
     def _constant(self, node: fx.Node) -> Any:
-        """A tensor of one number; its shape may be that of any other tensor."""
+        """Return a tensor of one number; its shape may be that of any other tensor."""
         arguments = named_arguments(node)
         name = str(node.target)
         number = arguments.get("fill_value", 0.0 if "zeros" in name else arguments.get("s", 1.0))
@@ -747,7 +749,7 @@ class _Flow:
         return replace(state, exponents=exponents, values=None, origin=self.keys[node])
 
     def _unknown(self, node: fx.Node) -> Any:
-        """An op that is not linear: what it reads must have no exponents left."""
+        """Return what is behind an op that is not linear: what it reads must have no exponents left."""
         target = node.target
         inputs = node.all_input_nodes
         if not _is_of_torch(target) and isinstance(target, OpOverload):
@@ -774,7 +776,7 @@ class _Flow:
         self.operands[product.node] = Operands(tuple(x if x is not None and is_low(x) else None for x in casts), texts)
 
     def _dtype(self, operand: fx.Node) -> torch.dtype | None:
-        """The type that the numbers of an operand were cast to last."""
+        """Return the type that the numbers of an operand were cast to last."""
         state = self._state(operand)
         through = state.product is not None  # casts of an earlier product
         return state.casts[-1].dtype if state.casts and not through else dtype_of(operand)
@@ -841,7 +843,7 @@ class _Flow:
         return state
 
     def _other_product(self, node: fx.Node) -> Any:
-        """A convolution, attention or another product of decoded numbers: scales of one number pass through it.
+        """Return the state behind another product of decoded numbers, such as attention: scales of one number pass.
 
         Through attention, those of its values do.
         """
@@ -877,7 +879,7 @@ class _Flow:
     def _scaled(
         self, operand: State, scale: State, shape: Sequence[int], i: int, node: fx.Node | None = None
     ) -> State | None:
-        """An operand [m, k] or [k, n] times its scale; None if it cannot be seen which number scales which.
+        """Return an operand [m, k] or [k, n] times its scale; None if it cannot be seen which number scales which.
 
         Args:
             node: the scale of a scaled product, which may lie in tiles.
@@ -1052,7 +1054,7 @@ def _run(node: fx.Node, inputs: Sequence[Any]) -> dict[Root | None, Any] | None:
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Whether an op's arithmetic is torch's or ours."""
+    """Return whether an op's arithmetic is torch's or ours."""
     return getattr(target, "namespace", "_operator") in _OF_TORCH
 
 
@@ -1067,7 +1069,7 @@ def _positive(scale: Tensor) -> bool:
 
 
 def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, and those that they are computed from."""
+    """Return the nodes, and those that they are computed from."""
     waiting, behind = list(nodes), set[fx.Node]()
     while waiting:
         if (node := waiting.pop()) not in behind:
@@ -1077,7 +1079,9 @@ def _behind(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _anew(state: State, factor: State) -> State:
-    """The result of a product that a scale multiplies which none of its operands was cast by: a tensor like others."""
+    """Return the result of a product that a scale multiplies which none of its operands was cast by: a tensor like
+    others.
+    """
     scales = {root for each in state.casts for root in each.degrees if not root.table}
     resolved = state.product is not None and not state.left and all(each.degrees for each in state.casts)
     if factor.values is None or not resolved or not scales.isdisjoint(factor.exponents):

@@ -48,7 +48,7 @@ def ndim(node: fx.Node) -> int:
 
 
 def operands_of(product: fx.Node) -> list[fx.Node]:
-    """Both operands of one of ``PRODUCTS``."""
+    """Return both operands of one of ``PRODUCTS``."""
     arguments = list(named_arguments(product).values())
     return [arguments[place] for place in cast(Operation, operation_of(product.target)).operands]
 
@@ -75,7 +75,9 @@ def takes_largest(node: fx.Node) -> bool:
 
 
 def decodes(node: Any, *, product: bool = False) -> bool:
-    """Whether a node has the numbers of FP8 bytes, or of a ``product`` of such, to which a scale is still applied."""
+    """Return whether a node has the numbers of FP8 bytes, or of a ``product`` of such, to which a scale is still
+    applied.
+    """
     while isinstance(node, fx.Node):
         if not product and dtype_of(node) in FP8:
             return True
@@ -95,7 +97,7 @@ def is_table(node: fx.Node) -> bool:
 
 
 def measures_behind(scale: fx.Node) -> set[fx.Node]:
-    """The reductions of tensors that a scale is computed from, other than their largest magnitudes."""
+    """Return the reductions of tensors that a scale is computed from, other than their largest magnitudes."""
     waiting, measures, met = [scale], set[fx.Node](), set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -110,7 +112,7 @@ def measures_behind(scale: fx.Node) -> set[fx.Node]:
 
 
 def measured(argument: fx.Node) -> set[fx.Node]:
-    """The tensors whose largest magnitude that of ``argument`` is: behind views, joins, squares and maxima."""
+    """Return the tensors whose largest magnitude that of ``argument`` is: behind views, joins, squares and maxima."""
     waiting, met = [argument], set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -121,7 +123,7 @@ def measured(argument: fx.Node) -> set[fx.Node]:
 
 
 def holds_amaxes(source: Source) -> bool:
-    """Whether an input holds amaxes of the steps before: by its name, or by what the graph writes to it."""
+    """Return whether an input holds amaxes of the steps before: by its name, or by what the graph writes to it."""
     named, update = "amax" in source.leaf or "hist" in source.leaf, source.update
     if named or update is None:
         return named
@@ -130,12 +132,12 @@ def holds_amaxes(source: Source) -> bool:
 
 
 def passes_magnitudes(node: fx.Node) -> bool:
-    """Whether the magnitudes of a node are those of its inputs, or some of them."""
+    """Return whether the magnitudes of a node are those of its inputs, or some of them."""
     return node.target in MEASURES or node.target in WRITES or getattr(node.target, "__name__", "") == "getitem"
 
 
 def lies_in_tiles(scale: fx.Node) -> bool:
-    """Whether a scaled product reads the numbers of an input as E8M0, which lie in tiles of 128x4."""
+    """Return whether a scaled product reads the numbers of an input as E8M0, which lie in tiles of 128x4."""
     waiting = [scale]
     while waiting:
         node = waiting.pop()
@@ -148,7 +150,7 @@ def lies_in_tiles(scale: fx.Node) -> bool:
 
 
 def leads_to_cast(node: fx.Node) -> bool:
-    """Whether nothing but a cast to FP8 reads a node, through clamps, views and casts."""
+    """Return whether nothing but a cast to FP8 reads a node, through clamps, views and casts."""
     waiting, casts = [node], 0
     while waiting:
         for user in waiting.pop().users:

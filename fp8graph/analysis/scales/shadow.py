@@ -130,7 +130,7 @@ class _Number:
     doubtful: bool = False  # some scale may belong to its casts, or not
 
     def each(self, value: Callable[[Tensor], Any], variance: Callable[[Tensor], Any]) -> _Number:
-        """The number after an op that is linear in it."""
+        """Return the number after an op that is linear in it."""
         exact = value(self.exact)
         rounded = exact if self.rounded is self.exact else value(self.rounded)
         return replace(self, exact=exact, rounded=rounded, variance=variance(self.variance))
@@ -270,7 +270,7 @@ class ShadowRun:
     # Scales
 
     def _of_scales(self, node: fx.Node, inputs: list[_Scale]) -> Any:
-        """A number that is computed from scales alone."""
+        """Return a number that is computed from scales alone."""
         value = self._values[node]
         if node.target is aten.reciprocal.default:
             return _Scale(tuple(replace(x, inverted=not x.inverted) for x in inputs[0].factors))
@@ -390,7 +390,7 @@ class ShadowRun:
     # Shadows
 
     def _applied(self, node: fx.Node, state: _Shadow, factors: tuple[_Factor, ...]) -> Any:
-        """The codes, or their product, times a scale: the shadow stays as it is if its casts have that scale."""
+        """Return the codes, or their product, times a scale: the shadow stays as it is if its casts have that scale."""
         value = self._values[node]
         numbers: list[_Number] = []
         for number in state.numbers:
@@ -413,7 +413,7 @@ class ShadowRun:
         return _decoded(self._measured(replace(state, numbers=tuple(numbers), applied=True), value), value)
 
     def _choices(self, factor: _Factor, undone: frozenset[Any], wrong: bool) -> tuple[bool, ...]:
-        """Whether a factor changes the shadow: not if the casts have it; both if nothing tells."""
+        """Return whether a factor changes the shadow: not if the casts have it; both if nothing tells."""
         if not factor.roots:
             return (True, False) if wrong and undone else (True,)
         if factor.roots <= undone or self._is_twin(factor, undone):
@@ -425,7 +425,7 @@ class ShadowRun:
         return replace(state, error=min(errors))
 
     def _followed(self, node: fx.Node) -> Any:
-        """The state of an op that is linear in the shadow; NotImplemented for others."""
+        """Return the state of an op that is linear in the shadow; NotImplemented for others."""
         target, value = node.target, self._values[node]
         argument = node.args[0]
         state = self._state(argument) if isinstance(argument, fx.Node) else None
@@ -474,7 +474,7 @@ class ShadowRun:
         return self._measured(moved, self._values[node]) if node.target in SUMS else moved
 
     def _with(self, node: fx.Node, first: Tensor) -> Callable[[fx.Node], Any]:
-        """The values of a node's arguments, with another first one."""
+        """Return the values of a node's arguments, with another first one."""
         return lambda x: first if x is node.args[0] else self._values[x]
 
     def _together(self, node: fx.Node) -> Any:
@@ -548,7 +548,7 @@ class ShadowRun:
         return measured
 
     def _with_scale(self, numbers: tuple[_Number, ...], scale: fx.Node, i: int) -> tuple[_Number, ...] | None:
-        """An operand of a scaled product times its scale."""
+        """Return an operand of a scaled product times its scale."""
         state = self._state(scale)
         factors = state.factors if isinstance(state, _Scale) else (_Factor(self._values[scale]),)
         scaled: list[_Number] = []
@@ -565,7 +565,7 @@ class ShadowRun:
         return tuple(scaled)
 
     def _is_twin(self, factor: _Factor, undone: frozenset[Any]) -> bool:
-        """Whether a scale is an input of the graph that is equal to a scale of the casts, or its inverse."""
+        """Return whether a scale is an input of the graph that is equal to a scale of the casts, or its inverse."""
         if not _is_foreign(factor, undone) or factor.value.numel() != 1:
             return False
         for root in undone:
@@ -602,7 +602,7 @@ class ShadowRun:
                 self._verdict(state, each)
 
     def _is_result(self, state: _Shadow) -> bool:
-        """Whether it needs no more scales: a product, or decoded codes, as its shadow says."""
+        """Return whether it needs no more scales: a product, or decoded codes, as its shadow says."""
         return (state.product is not None or state.applied) and state.error.units <= UNEXPLAINED
 
     def _leave(self, output: fx.Node) -> None:
@@ -647,7 +647,7 @@ class _Plain(fx.Interpreter):
 
 
 def compute(node: fx.Node, value: Callable[[fx.Node], Any], *, target: Any = None, exact: bool = False) -> Any:
-    """The value of a call, with other values of its arguments; ``exact``: without casts."""
+    """Return the value of a call, with other values of its arguments; ``exact``: without casts."""
     args, kwargs = cast(Any, fx.map_arg((node.args, dict(node.kwargs)), value))
     target = target or node.target
     if exact and "dtype" in kwargs:
@@ -678,7 +678,7 @@ def _scaled_product(target: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """The value of a get_attr node: the numbers, where the graph has a fake of them."""
+    """Return the value of a get_attr node: the numbers, where the graph has a fake of them."""
     value: Any = node.meta.get("constant")
     if value is None:
         value = module
@@ -689,7 +689,9 @@ def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _own(node: fx.Node) -> frozenset[Any]:
-    """The root of the scales that are reduced from a tensor, whatever views are taken of it; other roots are inputs."""
+    """Return the root of the scales that are reduced from a tensor, whatever views are taken of it; other roots are
+    inputs.
+    """
     while node.op == "call_function" and (node.target in SAME or node.target in MOVES):
         if not isinstance(argument := node.args[0], fx.Node):
             break
@@ -721,7 +723,7 @@ def _turned(factors: tuple[_Factor, ...], inverted: bool) -> tuple[_Factor, ...]
 
 
 def _joined(a: tuple[_Factor, ...], b: tuple[_Factor, ...]) -> tuple[_Factor, ...]:
-    """The factors of a product of scales; constants belong to the first that is none."""
+    """Return the factors of a product of scales; constants belong to the first that is none."""
     factors = [x for x in (*a, *b) if x.roots]
     constants = [x for x in (*a, *b) if not x.roots]
     for constant in constants:
@@ -733,13 +735,13 @@ def _joined(a: tuple[_Factor, ...], b: tuple[_Factor, ...]) -> tuple[_Factor, ..
 
 
 def _is_foreign(factor: _Factor, undone: frozenset[Any]) -> bool:
-    """Whether a scale and one of the casts are inputs, and others: nothing says whether they belong together."""
+    """Return whether a scale and one of the casts are inputs, and others: nothing says whether they belong together."""
     mine, casts = ({x for x in roots if isinstance(x, fx.Node)} for roots in (factor.roots, undone))
     return bool(mine and casts and not mine & casts)
 
 
 def _times(a: _Number, b: _Number, transposed: bool) -> _Number:
-    """The product of two operands, and the variance of its elements."""
+    """Return the product of two operands, and the variance of its elements."""
     (x, v), (y, w) = ((n.exact, n.variance + (_OTHER / 2 * n.exact).square() / 3) for n in (a, b))
     z = b.rounded
     if transposed:
@@ -751,7 +753,7 @@ def _times(a: _Number, b: _Number, transposed: bool) -> _Number:
 
 
 def _decoded(state: _Shadow, value: Tensor) -> _Shadow:
-    """The same, with the decoded codes as the program has them, where they are no further off than by rounding."""
+    """Give the same, with the decoded codes as the program has them, where they are no further off than by rounding."""
     if state.product is not None or not state.applied:
         return state
     numbers: list[_Number] = []
@@ -763,13 +765,13 @@ def _decoded(state: _Shadow, value: Tensor) -> _Shadow:
 
 
 def _over_operand(scale: Tensor, shape: Sequence[int], i: int) -> Tensor | None:
-    """A scale of a scaled product, for each element of its operand."""
+    """Return a scale of a scaled product, for each element of its operand."""
     block = 32 if scale.dtype == torch.float8_e8m0fnu else 0
     return spread_operand(scale.float().double(), shape, i, block if scale.numel() > 1 else 0)
 
 
 def _error(value: Tensor, number: _Number) -> _Error:
-    """The error of a result.
+    """Return the error of a result.
 
     That of a row or a column counts, too, with a wider bound: it is a sum of fewer roundings. Equal numbers are rounded
     alike, and their errors add up. So the result of the rounded numbers is as good as the exact one.
@@ -787,7 +789,7 @@ def _error(value: Tensor, number: _Number) -> _Error:
 
 
 def _worst(squares: Tensor, variance: Tensor, exact: Tensor) -> _Error:
-    """The error of all elements, if that is beyond its bound, or else of the row or column with the largest."""
+    """Return the error of all elements, if that is beyond its bound, or else of the row or column with the largest."""
     dims, sizes = range(squares.ndim), exact.square()
     worst = _Error()
     for kept in (None, *dims):

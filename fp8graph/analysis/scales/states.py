@@ -37,7 +37,7 @@ class Source:
         return self.name.rpartition(".")[0]
 
     def is_beside(self, stored: Source) -> bool:
-        """Whether it is in the module of ``stored``, or an attribute of that parameter."""
+        """Return whether it is in the module of ``stored``, or an attribute of that parameter."""
         return self.module in (stored.module, stored.name)
 
     @property
@@ -51,7 +51,7 @@ class Source:
         return self.tensor.view(E8M0).float() if self.tensor is not None and bits else self.tensor
 
     def holds_exponents(self, dtype: torch.dtype | None) -> bool:
-        """Whether it is a scale as the bytes of E8M0."""
+        """Return whether it is a scale as the bytes of E8M0."""
         return dtype == torch.uint8 and "scal" in self.leaf
 
 
@@ -123,7 +123,7 @@ Values = Mapping[Root | None, Any]
 
 
 def multiple(x: Tensor, root: Root) -> float | None:
-    """The number of times that ``x`` has a scale's exponents; None if it has others."""
+    """Return the number of times that ``x`` has a scale's exponents; None if it has others."""
     values = set(x.unique().tolist())
     for times in (1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 4.0, -4.0, 0.5, -0.5):
         if values <= {times * step for step in STEPS}:

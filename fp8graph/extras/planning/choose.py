@@ -64,7 +64,7 @@ class HullStep:
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """The options worth taking, from the least error to the least time, with falling savings per error."""
+    """Return the options worth taking, from the least error to the least time, with falling savings per error."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda option: (option.error, option.seconds)):
         if kept and option.seconds >= kept[-1].seconds:
@@ -76,14 +76,14 @@ def hull(options: Sequence[Option]) -> list[Option]:
 
 
 def _bends_down(first: Option, middle: Option, last: Option) -> bool:
-    """Whether the first step saves more per error than the second."""
+    """Return whether the first step saves more per error than the second."""
     return (first.seconds - middle.seconds) * (last.error - middle.error) > (middle.seconds - last.seconds) * (
         middle.error - first.error
     )
 
 
 def steps(decisions: Mapping[Key, Sequence[Option]]) -> list[HullStep]:
-    """All steps of all decisions, those first that save most time per error."""
+    """Return all steps of all decisions, those first that save most time per error."""
     all_steps: list[HullStep] = []
     for key, options in decisions.items():
         best = hull(options)
@@ -93,19 +93,19 @@ def steps(decisions: Mapping[Key, Sequence[Option]]) -> list[HullStep]:
 
 
 def start(decisions: Mapping[Key, Sequence[Option]]) -> dict[Key, Option]:
-    """The option of least error of each decision."""
+    """Return the option of least error of each decision."""
     return {key: hull(options)[0] for key, options in decisions.items()}
 
 
 def total(chosen: Mapping[Key, Option]) -> Point:
-    """The error and the time of a choice."""
+    """Return the error and the time of a choice."""
     return Point(
         error=sum(option.error for option in chosen.values()), seconds=sum(option.seconds for option in chosen.values())
     )
 
 
 def curve(decisions: Mapping[Key, Sequence[Option]]) -> list[Point]:
-    """The whole walk, from the least error to the least time."""
+    """Return the whole walk, from the least error to the least time."""
     first = total(start(decisions))
     points = [first]
     for step in steps(decisions):
@@ -115,7 +115,7 @@ def curve(decisions: Mapping[Key, Sequence[Option]]) -> list[Point]:
 
 
 def within_error(decisions: Mapping[Key, Sequence[Option]], most: float) -> dict[Key, Option]:
-    """The choice of least time that the walk finds with an error of at most ``most``.
+    """Return the choice of least time that the walk finds with an error of at most ``most``.
 
     Steps that no longer fit are left out, and smaller ones behind them are still taken.
     """
@@ -129,7 +129,7 @@ def within_error(decisions: Mapping[Key, Sequence[Option]], most: float) -> dict
 
 
 def within_seconds(decisions: Mapping[Key, Sequence[Option]], most: float) -> dict[Key, Option] | None:
-    """The choice of least error that the walk finds with a time of at most ``most``; None if there is none."""
+    """Return the choice of least error that the walk finds with a time of at most ``most``; None if there is none."""
     chosen: dict[Any, Option] = dict(start(decisions))
     seconds = sum(option.seconds for option in chosen.values())
     walk: list[HullStep] = []
@@ -149,7 +149,7 @@ def within_seconds(decisions: Mapping[Key, Sequence[Option]], most: float) -> di
 
 
 def policy_of(decisions: Mapping[tuple[str, str], Decided], *, extends: str | None = "default") -> Policy:
-    """A policy that decides as ``decisions`` say: the key is a layer's name and the kind of its matmul.
+    """Return a policy that decides as ``decisions`` say: the key is a layer's name and the kind of its matmul.
 
     The most frequent decision about linears, if it is one recipe for all GEMMs, is the policy's default.
     """
@@ -174,7 +174,7 @@ def policy_of(decisions: Mapping[tuple[str, str], Decided], *, extends: str | No
 
 
 def _whole(decided: Decided) -> GemmRecipe:
-    """The recipe of all GEMMs; INHERIT if they have several."""
+    """Return the recipe of all GEMMs; INHERIT if they have several."""
     own = [recipe for recipe in decided if recipe is not INHERIT]
     return own[0] if own and all(recipe == own[0] for recipe in own) else INHERIT
 
@@ -188,12 +188,12 @@ def _rule(pattern: str | re.Pattern[str], decided: Decided, op: str) -> Rule:
 
 
 def _family(fqn: str) -> str:
-    """A name without its numbers, the last one included: "model.layers.*.mlp.up_proj"."""
+    """Return a name without its numbers, the last one included: "model.layers.*.mlp.up_proj"."""
     return any_layer(f"{fqn}.").removesuffix(".")
 
 
 def _glob(family: str, names: Sequence[str]) -> str | re.Pattern[str]:
-    """The glob of a whole family; a name that is alone in it, and names with characters of globs, as they are."""
+    """Give the glob of a whole family; a name that is alone in it, and names with characters of globs, as they are."""
     if len(names) == 1 or any(c in family for c in "[]?"):
         return _pattern(names)
     return family

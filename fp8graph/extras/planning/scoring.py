@@ -70,7 +70,8 @@ class GemmScore:
 
 
 def seconds(row: GemmScore, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
-    """The time of a GEMM on ``device``, with its part of the quantization; None if the device cannot multiply so.
+    """Return the time of a GEMM on ``device``, with its part of the quantization; None if the device cannot multiply
+    so.
 
     Weights are quantized once per update and cost nothing. ``sharing``: how many linears read the input.
     """
@@ -210,7 +211,7 @@ def _lists(value: Any) -> list[Any]:
 
 
 def _is_measured(row: Any, candidates: int) -> bool:
-    """Whether a row of a file is one of those that ``scores.batch`` makes."""
+    """Return whether a row of a file is one of those that ``scores.batch`` makes."""
     if not isinstance(row, dict):
         return False
     numbers: list[Any] = [row.get(part) for part in ERROR_PARTS]

@@ -62,7 +62,7 @@ class Network:
 
     @staticmethod
     def of_target(target: str, gpus: int = 2) -> Network:
-        """The network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``).
+        """Return the network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``).
 
         One of ``gpus`` sends nothing: where no network is known, it gets one of a single GPU.
         """
@@ -83,7 +83,7 @@ class Network:
             ) from None
 
     def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
-        """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
+        """Return the time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
         if ranks == 1:
             return 0.0
         together = min(ranks, max(1, self.gpus_per_node // stride))  # how many GPUs of the group are in one node
@@ -166,7 +166,7 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, ready for JSON: seconds, and bytes per GPU and step."""
+        """Return the plan as plain values, ready for JSON: seconds, and bytes per GPU and step."""
         own = ("tokens", "state_bytes", "copy_bytes", "assumptions")
         parts = ("recipe", "seconds", "gemms", "others", "exposed", "communication")
         steps: list[dict[str, Any]] = []
@@ -183,7 +183,7 @@ class Plan:
         }
 
     def sent(self, step: Step) -> dict[str, int]:
-        """The bytes that each GPU sends, by purpose, collective, axis and dtype."""
+        """Return the bytes that each GPU sends, by purpose, collective, axis and dtype."""
         sent: dict[str, int] = {}
         for c, count in step.collectives.items():
             key = f"{c.purpose}: {c.kind} over {c.axis}, {c.dtype}"
@@ -218,7 +218,7 @@ class Plan:
 def decide(
     work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None
 ) -> tuple[dict[str, set[str]], dict[str, float]]:
-    """The GEMMs that run in FP8, by linear; and the seconds of all GEMMs and quantizations, by direction."""
+    """Return the GEMMs that run in FP8, by linear; and the seconds of all GEMMs and quantizations, by direction."""
     fp8, seconds = {linear.fqn: set[str]() for linear in work.linears}, {"forward": 0.0, "backward": 0.0}
     families: dict[Any, list[Linear]] = {}
     for linear in work.linears:
@@ -245,7 +245,7 @@ def decide(
 def _choices(
     work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None, family: Sequence[Linear], *, kept: bool
 ) -> Iterator[Choice]:
-    """The GEMMs of linears that read one tensor, which are multiplied as one."""
+    """Yield the GEMMs of linears that read one tensor, which are multiplied as one."""
     parts = [work.local(linear, mesh) for linear in family]
     m, n, k = parts[0].m, sum(part.n for part in parts), parts[0].k
     x = Quantized(key="input", elements=m * k)
@@ -297,7 +297,7 @@ def _step(
 
 
 def _others(work: Workload, mesh: Mesh, speed: Speed) -> tuple[dict[str, float], float]:
-    """The seconds of attention and memory traffic, by direction; and the seconds of the optimizer."""
+    """Return the seconds of attention and memory traffic, by direction; and the seconds of the optimizer."""
     rows = mesh.tp if mesh.sp else 1
     numbers = 0.0
     for linear in work.linears:

@@ -84,7 +84,7 @@ class Tuned:
         return "\n".join(lines)
 
     def _by_decision(self) -> dict[tuple[str, str], list[Score]]:
-        """The scores of each group and GEMM, one per recipe (of its first layer: the others add theirs)."""
+        """Return the scores of each group and GEMM, one per recipe (of its first layer: the others add theirs)."""
         decisions: dict[tuple[str, str], dict[str, Score]] = {}
         for score in self.scores:
             own = decisions.setdefault((score.group, score.gemm), {})
@@ -101,7 +101,7 @@ class Tuned:
         write_file(path, text, f"Tuned.save(path={str(path)!r})")
 
     def summary(self) -> str:
-        """One line: the predicted speedup and error of the policy."""
+        """Return one line: the predicted speedup and error of the policy."""
         return (
             f"On {self.target}, predicted: GEMMs {self.chosen.speedup:.3f} times as fast as in bf16, with "
             f"{self.chosen.error:.1%} of the error of FP8 everywhere."
@@ -265,7 +265,7 @@ def _choose(
 def _scores(
     measurements: Sequence[GemmScore], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
 ) -> list[Score]:
-    """Every measured error as a share of what the fastest recipe makes everywhere, with the predicted times."""
+    """Return every measured error as a share of what the fastest recipe makes everywhere, with the predicted times."""
     members: dict[str, set[str]] = {}
     for one in measurements:
         members.setdefault(one.group, set()).add(one.site)
@@ -304,7 +304,7 @@ def _scores(
 
 
 def _uniform(decisions: Mapping[Decision, Sequence[choose.Option]], candidate: int) -> choose.Point | None:
-    """One recipe for every GEMM that it can multiply."""
+    """Return one recipe for every GEMM that it can multiply."""
     chosen = {
         key: next((option for option in options if option.choice == candidate), options[0])
         for key, options in decisions.items()
@@ -313,7 +313,7 @@ def _uniform(decisions: Mapping[Decision, Sequence[choose.Option]], candidate: i
 
 
 def _named(candidates: Sequence[Recipe], labels: Sequence[str], index: int) -> RecipeLike:
-    """The name that the caller gave, if it is one; else the recipe."""
+    """Return the name that the caller gave, if it is one; else the recipe."""
     try:
         return labels[index] if resolve_recipe(labels[index]) == candidates[index] else candidates[index]
     except ValueError:
@@ -346,7 +346,7 @@ def _device(model: nn.Module, target: Any) -> Hardware:
 
 
 def _budget(budget: float | None, min_speedup: float | None) -> float:
-    """The budget; 0.5 if none is given."""
+    """Return the budget; 0.5 if none is given."""
     if budget is not None and min_speedup is not None:
         raise ConfigError("tune(): budget and min_speedup are two goals; give one of them.")
     if budget is None:

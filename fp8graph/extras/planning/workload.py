@@ -56,7 +56,7 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """The mesh that ``dp=4,fsdp=8,tp=8,sp`` describes: axes in any order; ``sp`` alone is ``sp=1``."""
+        """Return the mesh that ``dp=4,fsdp=8,tp=8,sp`` describes: axes in any order; ``sp`` alone is ``sp=1``."""
         values: dict[str, Any] = {}
         for item in text.split(","):
             axis, _, number = item.strip().partition("=")
@@ -76,7 +76,9 @@ class Mesh:
         return self.dp * self.fsdp * self.tp
 
     def group(self, axis: str) -> tuple[int, int]:
-        """The groups along ``axis`` (one of the axes, or "all"): their ranks, and the distance between neighbours."""
+        """Return the groups along ``axis`` (one of the axes, or "all"): their ranks, and the distance between
+        neighbours.
+        """
         strides = {"tp": 1, "fsdp": self.tp, "dp": self.tp * self.fsdp}
         return (self.gpus, 1) if axis == "all" else (getattr(self, axis), strides[axis])
 
@@ -113,17 +115,19 @@ class Workload:
         return max(linear.m for linear in self.linears)
 
     def style(self, fqn: str) -> str:
-        """The way in which tp shards a layer: one of ``_STYLES``, or "" if every rank has all of it."""
+        """Return the way in which tp shards a layer: one of ``_STYLES``, or "" if every rank has all of it."""
         value = self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn), "")
         return next((style for style in _STYLES if value.startswith(style)), "")
 
     def reads(self, linear: Linear) -> tuple[Any, ...]:
-        """A key that linears share if they read one tensor: column-parallel ones of one module (q, k, v; gate, up)."""
+        """Return a key that linears share if they read one tensor: column-parallel ones of one module (q, k, v; gate,
+        up).
+        """
         shared = self.style(linear.fqn) == "colwise"
         return (linear.fqn.rpartition(".")[0], linear.m, linear.k) if shared else (linear.fqn,)
 
     def local(self, linear: Linear, mesh: Mesh) -> Linear:
-        """The part of ``linear`` that one rank multiplies."""
+        """Return the part of ``linear`` that one rank multiplies."""
         style, tp = self.style(linear.fqn), mesh.tp
         if style == "colwise":
             return dataclasses.replace(linear, n=linear.n // tp)
@@ -132,7 +136,7 @@ class Workload:
         return dataclasses.replace(linear, m=linear.m // (tp if mesh.sp else 1))
 
     def shape(self, name: str, tp: int = 1) -> tuple[int, ...]:
-        """The shape of a parameter on one rank of ``tp``."""
+        """Return the shape of a parameter on one rank of ``tp``."""
         first, *others = self.parameters[name] or (1,)
         module, _, kind = name.rpartition(".")
         style = self.style(module)
@@ -160,8 +164,9 @@ class Workload:
 
 
 def of_model(model: Any, report: Report, seq: int) -> Workload:
-    """The step of a Hugging Face model, from what ``explain(model, ..., training=True)`` reports of one replica's batch
-    with sequences of ``seq`` tokens. A model with experts raises ``ConfigError``."""
+    """Return the step of a Hugging Face model, from what ``explain(model, ..., training=True)`` reports of one
+    replica's batch with sequences of ``seq`` tokens. A model with experts raises ``ConfigError``.
+    """
     if experts := [gemm.fqn for gemm in report.gemms if gemm.op == "grouped_mm"]:
         raise ConfigError(f"mesh: {experts[0]}: the cost model does not support experts (MoE).")
     allowed: dict[str, set[str]] = {}
@@ -210,7 +215,7 @@ class Collective:
 def collectives(
     work: Workload, mesh: Mesh, recipe: Recipe | None = None, fp8: Mapping[str, set[str]] | None = None
 ) -> Mapping[Collective, int]:
-    """The collectives of one step, and how many there are of each.
+    """Return the collectives of one step, and how many there are of each.
 
     Args:
         work, mesh: the step, and the GPUs it runs on.
@@ -222,7 +227,7 @@ def collectives(
 
 
 def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]) -> dict[str, Linear]:
-    """The weights that FSDP2 gathers in FP8, from the second step on, and the linears that read them.
+    """Return the weights that FSDP2 gathers in FP8, from the second step on, and the linears that read them.
 
     The shards do not cut their tiles, and only GEMMs in FP8 read them (``passes/gather_weights/``). Where dgrad reads
     other numbers than fprop, each gather brings one layout, so that those of the root, which are gathered once, are
@@ -286,13 +291,13 @@ def _of_parameters(
 
 
 def _layouts_differ(recipe: Recipe) -> bool:
-    """Whether dgrad reads other numbers of a weight than fprop."""
+    """Return whether dgrad reads other numbers of a weight than fprop."""
     quantizer = recipe.quantizer("weight")
     return not SCALINGS[quantizer.scaling].one_scale and quantizer.block[0] <= 1
 
 
 def _tiles(work: Workload, recipe: Recipe, sent: Iterable[str], unit: str) -> int:
-    """The bytes of the scales of rows or tiles that are gathered with the weights of a unit."""
+    """Return the bytes of the scales of rows or tiles that are gathered with the weights of a unit."""
     quantizer = recipe.quantizer("weight")
     kind = SCALINGS[quantizer.scaling]
     shapes = [work.shape(name) for name in sent if _layer(name) == unit]
@@ -301,7 +306,7 @@ def _tiles(work: Workload, recipe: Recipe, sent: Iterable[str], unit: str) -> in
 
 
 def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:
-    """The number of elements gathered together, by layer (the module up to the first number); "" has the rest."""
+    """Give the number of elements gathered together, by layer (the module up to the first number); "" has the rest."""
     units: dict[str, int] = {}
     for name in work.parameters if names is None else names:
         first, *others = work.shape(name, mesh.tp)
@@ -331,7 +336,7 @@ def _of_activations(
     amax = functools.partial(one, purpose="amaxes", kind="all_reduce", dtype="float32")
 
     def gathered(direction: str, numbers: int, narrow: bool) -> Iterator[Collective]:
-        """One scale for the whole tensor serves both layouts; scales of rows and tiles would have to be sent twice."""
+        """Yield gathers. One scale of the whole tensor serves both layouts; others would have to be sent twice."""
         narrow = narrow and kind is not None and kind.one_scale
         if narrow and kind is not None and kind.own_scale:  # the scale is that of the whole tensor
             yield amax(direction=direction, payload=4)

@@ -111,7 +111,7 @@ class QuantizeArguments(Generic[T]):
         return {layout: multiples for layout, multiples in both.items() if multiples}
 
     def order_of(self, layout: Layout) -> str:
-        """The order of the scales of a layout; "": [row tiles, column tiles]."""
+        """Return the order of the scales of a layout; "": [row tiles, column tiles]."""
         return self.rowwise_order if layout == "rowwise" else self.columnwise_order
 
 
@@ -200,22 +200,23 @@ class Scaling(ABC):
     # The results of a quantize node: the data of each layout, the scales of each, and tensors that belong to both.
 
     def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
-        """The names of the results, in order."""
+        """Return the names of the results, in order."""
         return [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
 
     def data_shape(self, rows: int, columns: int, block: Sequence[int]) -> list[int]:
-        """The shape of the data of one layout [rows, columns] with padded sizes."""
+        """Return the shape of the data of one layout [rows, columns] with padded sizes."""
         return [rows, columns]
 
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
-        """The shape of the scales of one layout [rows, columns] with padded sizes; None if it has no separate scales.
+        """Return the shape of the scales of one layout [rows, columns] with padded sizes; None if it has no separate
+        scales.
 
         ``groups``: the number of groups that the columns fall into; 0: there are no groups.
         """
         return [-(-rows // block[0]), -(-columns // block[1])]
 
     def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
-        """The shapes of the FP32 tensors that belong to both layouts.
+        """Return the shapes of the FP32 tensors that belong to both layouts.
 
         ``rows``: all sizes of the tensor but the last. ``units``: how many groups or matrices have a scale each.
         ``given``: the scales are inputs.
@@ -225,11 +226,11 @@ class Scaling(ABC):
     # The arithmetic.
 
     def shared(self, parts: Sequence[Tensor], arguments: Arguments) -> Shared:
-        """The scales of both layouts of the tensor that ``parts`` form when they are joined."""
+        """Return the scales of both layouts of the tensor that ``parts`` form when they are joined."""
         return Shared()
 
     def shared_of_groups(self, group: Tensor, groups: int, arguments: Arguments) -> Shared:
-        """The same for a tensor [t, c] whose row i is in ``group[i]``; rows of group ``groups`` are in none."""
+        """Return the same for a tensor [t, c] whose row i is in ``group[i]``; rows of group ``groups`` are in none."""
         return Shared()
 
     @abstractmethod
@@ -242,29 +243,29 @@ class Scaling(ABC):
         return self.layout(replace(request, parts=[rows.t()]) if groups.transposed else request)
 
     def layout_scales(self, shared: Sequence[Shared], arguments: Arguments) -> list[Tensor]:
-        """The scales of whole layouts, after their other scales; ``shared``: one for each layout."""
+        """Return the scales of whole layouts, after their other scales; ``shared``: one for each layout."""
         return []
 
     def shared_outputs(self, shared: Shared, arguments: Arguments) -> list[Tensor]:
-        """The results after those of the layouts."""
+        """Return the results after those of the layouts."""
         return []
 
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
-        """The decoded numbers, ``data * scale_inv``, in FP32."""
+        """Return the decoded numbers, ``data * scale_inv``, in FP32."""
         return data.to(torch.float32) * scale_inv
 
     def fits_bf16(self, power_2_scale: bool) -> bool:
-        """Whether bf16 holds every decoded number exactly: an FP8 number times a power of two."""
+        """Return whether bf16 holds every decoded number exactly: an FP8 number times a power of two."""
         return power_2_scale
 
     # Operands of GEMMs. Tiles' scales may have an order (``tiles.ordered``).
 
     def ordered_shape(self, shape: Sequence[int], order: str, block: Sequence[int]) -> list[int]:
-        """The shape of the scales [R, C] (``shape``) of one layout in an order."""
+        """Return the shape of the scales [R, C] (``shape``) of one layout in an order."""
         return ordered_shape(shape, order, block[0]) if order else [*shape]
 
     def in_rows(self, data: Tensor, scale_inv: Tensor, order: str, block: Sequence[int]) -> Tensor:
-        """The scales of ``data`` as ``layout`` returns them without an order."""
+        """Return the scales of ``data`` as ``layout`` returns them without an order."""
         rows, columns = data.shape
         shape = self.scale_shape(rows, columns * self.packed, block)
         return in_rows(scale_inv, order, shape, block[0]) if order and shape is not None else scale_inv
@@ -274,20 +275,22 @@ class Scaling(ABC):
         return scale_inv.to(torch.float32)
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
-        """The scales as the GEMM of ``gemm`` takes them."""
+        """Return the scales as the GEMM of ``gemm`` takes them."""
         return scale_inv
 
     def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
-        """The scales of one group or matrix; ``index``: where it is along the first dim of the data."""
+        """Return the scales of one group or matrix; ``index``: where it is along the first dim of the data."""
         return scale_inv[index]
 
     def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
-        """The scales of one group of columns."""
+        """Return the scales of one group of columns."""
         tiles = slice(span.columns.start // block[1], span.columns.stop // block[1])
         return scale_inv[:, tiles]
 
     def scale_per_row(self, data: Tensor, scale_inv: Tensor, offs: Tensor, ragged_k: bool) -> Tensor:
-        """One scale for each row, as ``torch._scaled_grouped_mm`` takes them: [t], [experts, n] or [experts * m]."""
+        """Return one scale for each row, as ``torch._scaled_grouped_mm`` takes them: [t], [experts, n] or [experts *
+        m].
+        """
         raise NotImplementedError(f"no grouped GEMM takes the scales of {self.name!r}")
 
 

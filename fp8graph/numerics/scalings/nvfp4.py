@@ -123,12 +123,12 @@ class NVFP4(Tiled):
 
 
 def _given(row: Tensor, units: Sequence[int]) -> Shared:
-    """The scales of a row of a table, the same for all groups or matrices."""
+    """Return the scales of a row of a table, the same for all groups or matrices."""
     return Shared(global_scale=row[SCALE].expand(units), scale_inv=row[SCALE_INV].expand(units))
 
 
 def _at_tiles(shared: Shared, where: Callable[[Tensor], Tensor]) -> Shared:
-    """The scales of units in a shape that broadcasts with those of tiles, which only the casts read."""
+    """Return the scales of units in a shape that broadcasts with those of tiles, which only the casts read."""
     amax = None if shared.amax is None else where(shared.amax)
     return replace(shared, amax=amax, global_scale=where(cast(Tensor, shared.global_scale)))
 
@@ -169,7 +169,7 @@ def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, arguments: Arguments
 
 
 def _codes(scaled: Tensor, part: int, arguments: Arguments) -> Tensor:
-    """The 4-bit codes of scaled tiles [..., R, rows, C, 16]; ``part``: of those that are joined."""
+    """Return the 4-bit codes of scaled tiles [..., R, rows, C, 16]; ``part``: of those that are joined."""
     if not arguments.stochastic:
         return cast_to_e2m1(scaled)
     groups = scaled.numel() // 16

@@ -29,11 +29,13 @@ class Tiled(Scaling):
         return self.scales(amax, request)
 
     def tiles_per_multiple(self, multiple: int, block: Sequence[int]) -> int:
-        """The number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made separately."""
+        """Return the number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made
+        separately.
+        """
         return 1
 
     def kept(self, scale: Tensor, scale_inv: Tensor) -> Tensor:
-        """That of both from which :meth:`of_kept` computes both."""
+        """Return that of both from which :meth:`of_kept` computes both."""
         return scale
 
     def of_kept(self, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +86,8 @@ class Tiled(Scaling):
         return self._data(replace(request, parts=parts), scaled, per_multiple, padding), scale_inv
 
     def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], per_multiple: int, padding: int | None) -> Tensor:
-        """The data of scaled tiles [..., R / rows, rows, C / columns, columns], of the sizes of its parts, joined.
+        """Return the data of scaled tiles [..., R / rows, rows, C / columns, columns], of the sizes of its parts,
+        joined.
 
         ``padding``: the number of tiles missing along the contraction dim to a multiple of ``per_multiple``.
         """
@@ -109,7 +112,7 @@ class Tiled(Scaling):
         return values if global_scale_inv is None else values * global_scale_inv
 
     def values(self, data: Tensor) -> Tensor:
-        """The numbers of ``data`` in FP32, not scaled."""
+        """Return the numbers of ``data`` in FP32, not scaled."""
         return data.to(torch.float32)
 
 

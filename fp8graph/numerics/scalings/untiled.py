@@ -178,7 +178,7 @@ class Rowwise(Scaling):
 
 
 def _earlier(arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """The scales that earlier steps left; the first step's are 1."""
+    """Return the scales that earlier steps left; the first step's are 1."""
     first = (
         torch.ones((1, 2), dtype=torch.float32, device=arguments.x.device)
         if arguments.scales is None
