@@ -11,26 +11,39 @@ all tokens and stays. ``fix_sums`` is next, for what else a GPU adds up.
 
 ``refuse_batches`` runs as soon as the decisions are there, and raises for what has no such order, by layer: scales of a
 whole batch, products of activations, attention that is written out (on a CPU with dropout it is), in FP8 or in another
-form, other products (convolutions, ops of other libraries), and devices for which there are no such products.
+form, other products (convolutions, ops of other libraries), sums over more than two ranks, random numbers, and devices
+for which there are no such products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
 
 from fp8graph.compat import inductor, torch_build
 from fp8graph.compat.attention import FORMS
+from fp8graph.compat.distributed import number_of_ranks
 from fp8graph.compat.ops import named_arguments
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
-from fp8graph.ir import ops
+from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
-from fp8graph.ir.nodes import GEMM_KEY, GROUPED, PASS_KEY, aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.naming import split_source
+from fp8graph.ir.nodes import (
+    GEMM_KEY,
+    GROUPED,
+    PASS_KEY,
+    aten,
+    known_equal,
+    matmul_arguments,
+    module_path,
+    nodes,
+    value,
+)
 from fp8graph.ir.ops import define
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.ir.text import short
@@ -52,7 +65,7 @@ def is_batch_invariant(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def refuse_batches(graph: fx.Graph, compilation: Compilation) -> None:
-    refuse(_obstacles(compilation))
+    refuse(_obstacles(graph, compilation))
 
 
 def fix_order(graph: fx.Graph, compilation: Compilation) -> None:
@@ -90,7 +103,7 @@ def why_of_batch(recipe: Recipe, gemm: GemmName) -> str:
     return ""
 
 
-def _obstacles(compilation: Compilation) -> Iterator[str]:
+def _obstacles(graph: fx.Graph, compilation: Compilation) -> Iterator[str]:
     """Give the reasons why some token would not get the same bits, by layer."""
     if compilation.facts.settings.compiler == "inductor" and not torch_build.CPP_ROUNDS_BETWEEN:
         if any(not compilation.hardware_of(gemm.node).is_gpu for site in compilation.sites for gemm in site.gemms):
@@ -113,6 +126,18 @@ def _obstacles(compilation: Compilation) -> Iterator[str]:
     for row in compilation.rows:
         if isinstance(row, ProductRecord):
             yield f"{_named(row.fqn)}: the order of sums in {row.op} is not fp8graph's"
+    for node in graph.nodes:
+        if why := _why_not_other(node):
+            yield f"{_named(split_source(module_path(node))[1])}: {why}"
+
+
+def _why_not_other(node: fx.Node) -> str:
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in FORMS:
+        return f"{node.target} draws numbers by the place in the batch"
+    if node.target in (collectives.ALL_REDUCE, collectives.REDUCE_SCATTER) and node.args[1] in ("sum", "avg"):
+        if (ranks := number_of_ranks(cast(str, node.args[-1]))) > 2:
+            return f"{node.target} adds up what {ranks} ranks have in an order that depends on the size"
+    return ""
 
 
 def _named(fqn: str) -> str:

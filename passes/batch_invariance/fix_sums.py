@@ -71,8 +71,8 @@ def _is_of_a_token(node: fx.Node) -> bool:
 def _is_by_itself(node: fx.Node) -> bool:
     """Return whether each number of the result is computed by itself, moved, or the same in any order."""
     target = node.target
-    if not isinstance(target, OpOverload):
-        return True  # getitem, arithmetic on sizes
+    if not isinstance(target, OpOverload):  # getitem, arithmetic on sizes; or an op that runs graphs or other kernels
+        return target is getitem or not isinstance(node.meta.get("val"), Tensor | tuple | list)
     if target.namespace in ("fp8graph", "fp8graph_hints", "_c10d_functional") or target in _ORDERED:
         return True
     if torch.Tag.pointwise in target.tags or is_view(node) or target in _MOVES or target in _ANY_ORDER:

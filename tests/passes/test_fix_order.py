@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn import functional
 from transformers import DynamicCache, StaticCache
@@ -15,7 +17,10 @@ from transformers import DynamicCache, StaticCache
 from fp8graph import Backend, Float8BlockScaling, Policy, Rule
 from fp8graph.compat.torch_build import CPP_ROUNDS_BETWEEN
 from fp8graph.errors import ConfigError, Fp8CoverageError
-from helpers import MLP, first_fast, first_slow, same_bits
+from fp8graph.ir import collectives
+from fp8graph.ir.compilation import Compilation
+from fp8graph.passes.batch_invariance import fix_order
+from helpers import MLP, NONE, facts_of, first_fast, first_slow, same_bits
 from tiny_models import causal_lm
 
 TOKENS, BATCH = 40, 6
@@ -243,6 +248,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         "rowwise",
         r"hold for\n  the model: a product of activations adds up tokens",
     ),
+    "random numbers": (
+        lambda: nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)),
+        "rowwise",
+        r"hold for\n  1: \S+ draws numbers by the place in the batch",
+    ),
     "convolution": (
         lambda: nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.Linear(32, 32)),
         "rowwise",
@@ -278,6 +288,21 @@ def test_a_gpu_without_kernels_is_refused(target: str) -> None:
     backend = Backend(policy, compiler="eager", target=target, batch_invariant=True)
     with pytest.raises(ConfigError, match=f"gate: {why}"):
         torch.compile(MLP(), backend=backend)(torch.randn(64, 32))
+
+
+@pytest.mark.parametrize("kind", [collectives.ALL_REDUCE, collectives.REDUCE_SCATTER])
+def test_sums_over_more_than_two_ranks_are_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tensor parallelism has them; an amax is the same in any order, and so is a sum of two numbers."""
+    ranks = {"two": 2, "four": 4}
+    monkeypatch.setattr(fix_order, "number_of_ranks", lambda group: ranks[group])
+    for operation, group in itertools.product(("sum", "avg", "max"), ranks):
+        graph = fx.Graph()
+        more = (4,) if kind is collectives.REDUCE_SCATTER else ()
+        graph.call_function(kind, (graph.placeholder("x"), operation, *more, group))
+        refused = group == "four" and operation != "max"
+        expected: Any = pytest.raises(ConfigError, match=r"hold for\n  the model: \S+ adds up what 4 ranks have")
+        with expected if refused else contextlib.nullcontext():
+            fix_order.refuse_batches(graph, Compilation(facts=facts_of(NONE)))
 
 
 def test_long_lists_of_refusals_are_cut() -> None:
