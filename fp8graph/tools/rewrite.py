@@ -30,7 +30,7 @@ from fp8graph.runtime.rank_groups import agree
 
 _log = logging.getLogger("fp8graph")
 
-_SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears")
+_SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears", "batch_invariant")
 _WHOLE: Final = (aten.linear.default, aten.matmul.default, aten.einsum.default)  # matmuls before decomposition
 _HOOKS: Final = ("fsdp", "c10d")  # namespaces of the ops that FSDP2's hooks run
 _ENGINE: Final = "autograd_backward"  # the autograd engine's mark in a node's metadata
@@ -65,8 +65,9 @@ def rewrite(
         names: the full names of the parameters among the inputs, in order, and None for inputs that are none (buffers,
             batches, gradients). The list may end with the last parameter.
         policy, recipe: see :class:`Backend`.
-        settings: ``strict``, ``target``, ``save``, ``save_activations_in_fp8`` and ``fuse_linears`` of
-            :class:`Backend`. Copies of weights are not kept: each call quantizes them.
+        settings: ``strict``, ``target``, ``save``, ``save_activations_in_fp8``, ``fuse_linears`` and
+            ``batch_invariant`` of :class:`Backend`. Copies of weights are not kept: each call quantizes them. The code
+            that the other compiler generates has to round as eager code does for the last of these.
 
     Returns:
         The rewritten graph, which takes more inputs behind the given ones, and tensors for these. They are the scaling
