@@ -58,9 +58,10 @@ class Settings:
             rounds in another order than the GEMM does. On NVIDIA GPUs of sm_90.
         batch_invariant: give each token the same bits whatever the batch that it is in: its size, order and padding,
             packed sequences, prefill or decoding, training or inference, forward and the gradients of inputs. Products
-            and attention are slower (``passes/batch_invariance``), linears are not fused, and generated code rounds as
-            eager code does, on a CPU on one thread. On CPUs and, not run there yet, NVIDIA GPUs from sm_89 on; raises
-            while it compiles for what cannot be (scales of whole tensors of activations, dropout in attention).
+            and attention are slower (``passes/batch_invariance``), linears are not fused, GEMMs are in FP8 also where
+            that is slower, and generated code rounds as eager code does (on a CPU on one thread). On CPUs and, not run
+            there yet, NVIDIA GPUs from sm_89 on. Raises while it compiles for what cannot be: scales of a whole batch,
+            dropout, and others.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.

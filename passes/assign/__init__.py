@@ -88,8 +88,12 @@ def _why_no_forward(gemm: Gemm) -> str:
 
 
 def _refuse_slow(graph: fx.Graph, compilation: Compilation) -> None:
-    """Leave GEMMs in high precision that FP8 does not make faster: by the GPU's time, and then by the clock."""
-    decisions, bar = compilation.decisions, compilation.facts.decisions.policy.min_speedup
+    """Leave GEMMs in high precision that FP8 does not make faster: by the GPU's time, and then by the clock.
+
+    With ``batch_invariant=True`` none: that depends on the number of tokens, and a decoding step would have other bits.
+    """
+    settings, policy = compilation.facts.settings, compilation.facts.decisions.policy
+    decisions, bar = compilation.decisions, 0.0 if settings.batch_invariant else policy.min_speedup
     candidates = list(choices(compilation))
     speeds = [choice.speed for choice in candidates if choice.speed is not None]
     if not speeds:

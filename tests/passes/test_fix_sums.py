@@ -108,6 +108,20 @@ def test_experts_put_their_tokens_back_in_one_order() -> None:
     assert counts["ordered_scaled_grouped_mm"] == 4
 
 
+def test_a_layer_is_in_fp8_for_few_tokens_as_for_many() -> None:
+    """``min_speedup`` would leave it in bf16 for few: other bits."""
+    model = nn.Sequential(nn.Linear(4096, 4096, bias=False)).bfloat16().to("meta")
+    for batch_invariant, wanted in ((True, ["rowwise"] * 2), (False, [None, "rowwise"])):
+        recipes: list[str | None] = []
+        for rows in (8, 8192):
+            x, settings = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta"), dict(WANTED)
+            settings["batch_invariant"] = batch_invariant
+            torch._dynamo.reset()
+            report = fp8graph.explain(model, x, policy=Policy(default="rowwise"), training=True, **settings)
+            recipes.append(report.gemms[0].recipe)
+        assert recipes == wanted
+
+
 class Running(nn.Module):
     """A sum of everything before a token."""
 
