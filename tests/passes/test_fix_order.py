@@ -37,10 +37,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 class Program:
     """A small model that is compiled, and its logits."""
 
-    def __init__(self, name: str, recipe: str, **settings: Any) -> None:
+    def __init__(self, name: str, recipe: str, device: str = "cpu", **settings: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = MODELS[name]().bfloat16()
+        self.ids, self.model = IDS.to(device), MODELS[name]().bfloat16().to(device)
         settings = {"compiler": "eager", "batch_invariant": True, **settings}
         self.backend = Backend(recipe=recipe, **settings)
         self.run = torch.compile(self.model, backend=self.backend, dynamic=True)
@@ -64,30 +64,31 @@ def padded(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
 
 def check(program: Program, *, all_ways: bool = True) -> None:
     """Some ways are compiled anew: sizes of 1 are constants, and so is the kind of mask and cache."""
-    with dynamo_config.patch(recompile_limit=64), torch.no_grad():
-        whole = program.logits(IDS)
+    ids, device = program.ids, program.ids.device
+    with dynamo_config.patch(recompile_limit=64), torch.no_grad(), device:
+        whole = program.logits(ids)
         for rows in ([0], [5, 1, 2], [4, 2], [3])[: None if all_ways else 2]:
-            assert torch.equal(program.logits(IDS[rows]), whole[rows]), rows
+            assert torch.equal(program.logits(ids[rows]), whole[rows]), rows
         for tokens in (33, 1, 2, 7)[: None if all_ways else 1]:
-            assert torch.equal(program.logits(IDS[:, :tokens]), whole[:, :tokens]), tokens
+            assert torch.equal(program.logits(ids[:, :tokens]), whole[:, :tokens]), tokens
         for left, right in ((5, 0), (0, 5))[: None if all_ways else 1]:
-            around = padded(IDS, left, right)
+            around = padded(ids, left, right)
             logits = program.logits(around.pop("input_ids"), **around)
             assert torch.equal(logits[:, left : left + TOKENS], whole), (left, right)
-        packed = program.logits(IDS[:3].reshape(1, -1), position_ids=torch.arange(TOKENS).repeat(3)[None])
+        packed = program.logits(ids[:3].reshape(1, -1), position_ids=torch.arange(TOKENS).repeat(3)[None])
         assert torch.equal(packed.view(3, TOKENS, -1), whole[:3])
         config = program.model.config
         caches = StaticCache(config=config, max_cache_len=48), DynamicCache(config=config)
         for cache in caches[: None if all_ways else 1]:
             for tokens in (slice(0, 10), slice(10, 11), slice(11, 12), slice(12, 20)):
-                logits = program.logits(IDS[:2, tokens], past_key_values=cache, use_cache=True)
+                logits = program.logits(ids[:2, tokens], past_key_values=cache, use_cache=True)
                 assert torch.equal(logits, whole[:2, tokens]), tokens
-    of_logits = torch.randn(whole.shape, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1))
+    of_logits = torch.randn(whole.shape, generator=torch.Generator().manual_seed(1)).to(whole)
     with dynamo_config.patch(recompile_limit=64):
-        assert torch.equal(program.logits(IDS).detach(), whole)  # the forward of training
-        gradient = program.gradient(IDS, of_logits)
+        assert torch.equal(program.logits(ids).detach(), whole)  # the forward of training
+        gradient = program.gradient(ids, of_logits)
         for rows in ([0], [5, 1, 2]):
-            assert torch.equal(program.gradient(IDS[rows], of_logits[rows]), gradient[rows])
+            assert torch.equal(program.gradient(ids[rows], of_logits[rows]), gradient[rows])
     assert any(gemm.recipe for gemm in program.backend.report.gemms)
     assert not program.backend.report.eager_frames
 
@@ -95,6 +96,15 @@ def check(program: Program, *, all_ways: bool = True) -> None:
 @first_slow(("name", "recipe"), [(name, recipe) for name in MODELS for recipe in RECIPES])
 def test_a_token_has_the_same_bits_in_any_batch(name: str, recipe: str) -> None:
     check(Program(name, recipe))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_has_the_same_bits_on_a_gpu(name: str, recipe: str, compiler: str) -> None:
+    check(Program(name, recipe, "cuda", compiler=compiler))
 
 
 @pytest.fixture
