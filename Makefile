@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # -rs: each skip is listed with its reason
 PYTEST_ARGS ?= -n 2 --dist loadfile -rs
 
-.PHONY: demo test test-slow test-all test-release timed lint docs clean test-torch test-python test-hosts release-check record-kernels mutants train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all test-release timed lint docs clean test-torch test-python test-hosts release-check record-kernels mutants size train-recipes tune-order bench coverage
 
 # a source distribution holds no links to folders
 fp8graph/passes fp8graph/models:
@@ -48,6 +48,10 @@ timed:
 MUTANTS_ARGS ?= -j 2 --write
 mutants: .venv/ready
 	.venv/bin/python tools/mutants.py $(MUTANTS_ARGS)
+
+# the lines of the product, and of its core
+size:
+	$(PYTHON) tools/size.py
 
 lint: .venv/ready
 	.venv/bin/ruff check .

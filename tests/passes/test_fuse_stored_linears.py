@@ -84,7 +84,9 @@ def test_no_number_changes(kind: str) -> None:
     assert same_bits([apart], [joined])
 
 
-@first_fast("name", ["compressed-tensors-fp8-dynamic", "hf-float", "modelopt-fp8-channel", "hf-tensor"])
+@first_fast(
+    "name", ["compressed-tensors-fp8-dynamic", "hf-float", "modelopt-fp8-channel", "hf-tensor"], also=["hf-float"]
+)
 def test_a_layer_of_a_checkpoint_has_four_gemms(name: str, tmp_path: Path) -> None:
     fp8_checkpoints.FORMATS[name].write(tmp_path)
     served = fp8graph.load_checkpoint(fp8_checkpoints.model(), tmp_path).eval()

@@ -46,3 +46,6 @@ def test_recorded_mutants_are_the_current_faults() -> None:
     rows = mutants.recorded()
     assert {name: row["file"] for name, row in rows.items()} == {fault.name: fault.file for fault in FAULTS}
     assert {name for name, row in rows.items() if row["killed_by"] is None} == {*SURVIVORS}
+    killers = {row["killed_by"].partition("[")[0].partition("::")[::2] for row in rows.values() if row["killed_by"]}
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path, _ in killers}
+    assert [name for path, name in sorted(killers) if f"def {name.rpartition('::')[2]}(" not in texts[path]] == []
