@@ -55,6 +55,7 @@ from fp8graph.records import AttentionRecord, ProductRecord
 _LINES: Final = 8  # of an error
 _FORMS: Final = ("CPU flash", "flash", "memory-efficient", "cuDNN")  # of attention that have an order
 _ATTENTION: Final = [op for op, form in FORMS.items() if form.name in _FORMS]
+_BACKWARDS: Final = [FORMS[op].backward for op in _ATTENTION]
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _TILES: Final = frozenset((32, 64, 128))  # elements along k that share a scale: one step of a kernel
 
@@ -75,9 +76,8 @@ def fix_order(graph: fx.Graph, compilation: Compilation) -> None:
             with graph.inserting_before(node):
                 target, args, kwargs = _ORDERED[node.target](node)
                 take_place(insert(graph, target, args, like=node, kwargs=kwargs), node)
-    backwards = [FORMS[op].backward for op in _ATTENTION]
-    for node in [*nodes(graph, backwards), *nodes(graph, _ATTENTION)]:
-        _replace_attention(graph, node, is_backward=node.target in backwards)
+    for node in [*nodes(graph, _BACKWARDS), *nodes(graph, _ATTENTION)]:
+        _replace_attention(graph, node, is_backward=node.target in _BACKWARDS)
 
 
 def refuse(reasons: Iterable[str]) -> None:
@@ -132,11 +132,14 @@ def _obstacles(graph: fx.Graph, compilation: Compilation) -> Iterator[str]:
 
 
 def _why_not_other(node: fx.Node) -> str:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and node.target not in FORMS:
+    attends = node.target in FORMS or node.target in _BACKWARDS  # their dropout stands in the rows
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not attends:
         return f"{node.target} draws numbers by the place in the batch"
     if node.target in (collectives.ALL_REDUCE, collectives.REDUCE_SCATTER) and node.args[1] in ("sum", "avg"):
         if (ranks := number_of_ranks(cast(str, node.args[-1]))) > 2:
             return f"{node.target} adds up what {ranks} ranks have in an order that depends on the size"
+    if node.target in _BACKWARDS and any(user.users and cast(int, user.args[1]) > 2 for user in node.users):
+        return "the gradient of an attention mask has no order of fp8graph's"
     return ""
 
 

@@ -21,7 +21,7 @@ from fp8graph.ir import collectives
 from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.batch_invariance import fix_order
 from helpers import MLP, NONE, facts_of, first_fast, first_slow, same_bits
-from tiny_models import causal_lm
+from tiny_models import TINY, causal_lm, model_and_inputs
 
 TOKENS, BATCH = 40, 6
 RECIPES = ("rowwise", "blockwise", "mxfp8")
@@ -313,6 +313,25 @@ def test_sums_over_more_than_two_ranks_are_refused(kind: Any, monkeypatch: pytes
         expected: Any = pytest.raises(ConfigError, match=r"hold for\n  the model: \S+ adds up what 4 ranks have")
         with expected if refused else contextlib.nullcontext():
             fix_order.refuse_batches(graph, Compilation(facts=facts_of(NONE)))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("target", [None, "sm_90"])
+@pytest.mark.parametrize("name", TINY)
+def test_each_family_is_compiled_or_refused_by_layer(name: str, target: str | None) -> None:
+    """One step of training: nothing else may happen to it."""
+    pytest.importorskip(TINY[name].library)
+    model, inputs = model_and_inputs(name, 1)
+    backend = Backend(recipe="rowwise", compiler="eager", batch_invariant=True, target=target)
+    try:
+        result = torch.compile(model, backend=backend)(**inputs)
+    except ConfigError as refused:
+        lines = str(refused).splitlines()
+    else:
+        lines = ["batch_invariant=True cannot hold for"]
+        if (loss := getattr(result, "loss", None)) is not None:
+            loss.backward()
+    assert lines[0] == "batch_invariant=True cannot hold for"
 
 
 def test_long_lists_of_refusals_are_cut() -> None:

@@ -19,7 +19,7 @@ from fp8graph.compat.attention import FORMS
 from fp8graph.errors import ConfigError
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.settings import Settings
-from fp8graph.passes.batch_invariance.fix_order import fix_order
+from fp8graph.passes.batch_invariance.fix_order import fix_order, refuse_batches
 from fp8graph.passes.batch_invariance.fix_sums import fix_sums
 from generated import OF_ONE_INDUCTOR
 from helpers import NONE, facts_of, first_fast
@@ -142,6 +142,20 @@ def test_sums_of_unknown_order_are_refused() -> None:
 Q, K = (2, 4, 6, 16), (2, 2, 6, 16)
 
 
+def biased(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    out, logsumexp, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0)
+    more = out, logsumexp, seed, offset, 0.0, [True] * 4, False
+    return out, *aten._scaled_dot_product_efficient_attention_backward(grad, q, k, v, bias, *more)
+
+
+def test_the_gradient_of_a_mask_is_refused() -> None:
+    with FakeTensorMode():
+        fakes = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in (Q, Q, Q, Q, (2, 4, 6, 6))]
+        module = make_fx(biased)(*fakes)
+    with pytest.raises(ConfigError, match=r"hold for\n  the model: the gradient of an attention mask has no order"):
+        refuse_batches(module.graph, compilation())
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     of_queries, of_keys, longest, longest_key, seed, offset = out[2:8]
@@ -172,6 +186,7 @@ def test_the_attention_of_a_gpu_is_ordered(function: Any) -> None:
         fakes = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in (Q, K, K, Q)]
         module = make_fx(function)(*fakes)
     assert any(node.target in FORMS for node in module.graph.nodes)
+    refuse_batches(module.graph, compilation())  # nothing: no dropout
     fix_order(module.graph, compilation())
     fix_sums(module.graph, compilation())
     module.graph.eliminate_dead_code()
