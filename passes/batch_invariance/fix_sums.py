@@ -70,16 +70,16 @@ def _is_of_a_token(node: fx.Node) -> bool:
 
 def _is_by_itself(node: fx.Node) -> bool:
     """Return whether each number of the result is computed by itself, moved, or the same in any order."""
-    target = node.target
-    if not isinstance(target, OpOverload):  # getitem, arithmetic on sizes; or an op that runs graphs or other kernels
-        return target is getitem or not isinstance(node.meta.get("val"), Tensor | tuple | list)
+    target, out = node.target, node.meta.get("val")
+    results = out if isinstance(out, tuple | list) else [out]
+    if not any(isinstance(x, Tensor) and x.is_floating_point() and x.ndim for x in results):
+        return True  # integers, sizes, checks, and what is not a token's
+    if not isinstance(target, OpOverload):
+        return target is getitem  # others run graphs, or kernels of other libraries
     if target.namespace in ("fp8graph", "fp8graph_hints", "_c10d_functional") or target in _ORDERED:
         return True
     if torch.Tag.pointwise in target.tags or is_view(node) or target in _MOVES or target in _ANY_ORDER:
         return True
-    out = node.meta.get("val")
-    if isinstance(out, Tensor) and (not out.is_floating_point() or out.ndim == 0):
-        return True  # integers, and what is not a token's
     return known_equal(_depth(node), 1)
 
 
