@@ -31,6 +31,8 @@ BYTES: Final = 128  # of each row that a step along k reads: 128 numbers in FP8,
 KEYS: Final = 64  # of a block of attention, and its rows
 ELEMENTS: Final = 1024  # of a step of a sum
 _EXACT: Final = {"enable_fp_fusion": False}  # a product is rounded before it is added, in all code of a kernel
+GEMM: Final = {"height": ROWS, "width": COLUMNS, "num_warps": 4, "num_stages": 3, **_EXACT}
+SUM: Final = {"step": ELEMENTS, "num_warps": 4, **_EXACT}
 
 
 # Numbers that change with the batch get no code of their own.
@@ -124,8 +126,7 @@ def multiply(
             grouped=ends is not None, biased=bias is not None,
             scales="" if scales is None else "tile" if tiles else "row",
             lines_a=tiles[0][0] if tiles else 1, lines_b=tiles[1][0] if tiles else 1,
-            height=ROWS, width=COLUMNS, step=tiles[0][1] if tiles else BYTES // a.element_size(),
-            num_warps=4, num_stages=3, **_EXACT,
+            step=tiles[0][1] if tiles else BYTES // a.element_size(), **GEMM,
         )  # fmt: skip
     return out
 
@@ -157,7 +158,7 @@ def add_up(x: Tensor) -> Tensor:
     kernel: Any = _sum
     if out.numel():
         with _on(x):
-            kernel[(out.shape[0],)](x, out, x.stride(0), x.shape[1], step=ELEMENTS, num_warps=4, **_EXACT)
+            kernel[(out.shape[0],)](x, out, x.stride(0), x.shape[1], **SUM)
     return out
 
 
@@ -306,6 +307,14 @@ def _attend_to_keys(
     tl.store(dv + rows * size_v + j[None, :], of_values.to(dv.dtype.element_ty), mask=v_mask)
 
 
+def of_heads(size: int, size_v: int, element_size: int) -> dict[str, Any]:
+    """Return the configuration for heads of these sizes: one for all batches, which fits the memory of each card."""
+    block = KEYS if max(size, size_v) * element_size <= _BYTES_OF_HEAD else KEYS // 2
+    widths = (max(16, triton.next_power_of_2(x)) for x in (size, size_v))
+    blocks = dict(zip(("width", "width_v", "height", "block"), (*widths, block, block), strict=True))
+    return {**blocks, "num_warps": 8, "num_stages": 1, **_EXACT}
+
+
 class Attention:
     """The operands of one attention, and what all its kernels are given."""
 
@@ -327,14 +336,10 @@ class Attention:
         self.q, self.k, self.v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         self.mask, self.windows = mask, windows
         self.sizes = q.shape[2], k.shape[2], q.shape[1] // k.shape[1], q.shape[3], v.shape[3], scale
-        # one size of blocks for all batches: that which fits the memory of each card
-        block = KEYS if max(q.shape[3], v.shape[3]) * q.element_size() <= _BYTES_OF_HEAD else KEYS // 2
         self.settings = {
-            "causal": is_causal, "masked": mask is not None, "key_mask": 0 if mask is None else mask.stride(3),
-            "width": max(16, triton.next_power_of_2(q.shape[3])),
-            "width_v": max(16, triton.next_power_of_2(v.shape[3])),
-            "height": block, "block": block, "num_warps": 8, "num_stages": 1, **_EXACT,
-        }  # fmt: skip
+            **of_heads(q.shape[3], v.shape[3], q.element_size()),
+            **{"causal": is_causal, "masked": mask is not None, "key_mask": 0 if mask is None else mask.stride(3)},
+        }
 
     def strides(self, out: Tensor, grad: Tensor) -> tuple[int, ...]:
         """Return those of both results and operands, along batch, heads and tokens: 0 along what is broadcast."""

@@ -180,6 +180,6 @@ _MOVES: Final = frozenset(
         *(aten.index_select.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.scalar_tensor.default),
         *(aten.scatter.src, aten.scatter.value, aten.select_scatter.default, aten.slice_scatter.default),
         *(aten.sort.default, aten.sort.stable, aten.topk.default, aten.copy.default, aten.flip.default),
-        *(aten.index_put.default, aten.histc.default, torch.ops.prims.iota.default),
+        *(aten.histc.default, torch.ops.prims.iota.default),  # counts are exact
     )
 )

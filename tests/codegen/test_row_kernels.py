@@ -45,9 +45,9 @@ ATTENTION = {
     **dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), BF16),
     **{"mask": FP32, "logsumexp": FP32, "firsts": INT32, "ends": INT32, "stops": INT32, "scale": "fp32"},
 }
-OF_HEADS = {"causal": True, "masked": True, "key_mask": 1, "width": 128, "width_v": 128, "height": 64, "block": 64}
+OF_MASKS = {"causal": True, "masked": True, "key_mask": 1}
 GEMM = {"out": BF16, "bias": BF16, "scales_a": FP32, "scales_b": FP32, "ends": INT32}
-TILES = {"biased": True, "lines_a": 1, "height": 64, "width": 128, "depth_a": 1}
+TILES = {"biased": True, "lines_a": 1, "depth_a": 1}
 OF_BATCHES = ("rows", "groups", "queries", "keys", "row_mask", "head_mask", "batch_mask", "batch_first")
 
 
@@ -63,10 +63,10 @@ KERNELS: dict[str, tuple[str, Any, Any]] = {
     "rowwise, groups": gemm(FP8, "row", 128, grouped=True, depth_b=1),
     "blockwise": gemm(FP8, "tile", 128, depth_b=1),
     "mxfp8": gemm(FP8, "tile", 32, depth_b=1),
-    "attention": ("_attend", ATTENTION, {**OF_HEADS, "backward": False}),
-    "dq": ("_attend", ATTENTION, {**OF_HEADS, "backward": True}),
-    "dk and dv": ("_attend_to_keys", ATTENTION, OF_HEADS),
-    "sum": ("_sum", {"x": FP32, "out": FP32}, {"step": 1024}),
+    "attention": ("_attend", ATTENTION, {**OF_MASKS, "backward": False}),
+    "dq": ("_attend", ATTENTION, {**OF_MASKS, "backward": True}),
+    "dk and dv": ("_attend_to_keys", ATTENTION, OF_MASKS),
+    "sum": ("_sum", {"x": FP32, "out": FP32}, {}),
 }
 UNITS = {90: "wgmma.mma_async", 89: "mma.sync", 100: "tcgen05.mma", 120: "mma.sync"}  # instructions of the tensor cores
 
@@ -85,14 +85,15 @@ def test_kernels_are_compiled_for_tensor_cores(name: str, capability: int) -> No
     from fp8graph.offline.kernels import _read
 
     attribute, types, constants = KERNELS[name]
-    kernel = getattr(row_kernels, attribute)
+    kernel, attends = getattr(row_kernels, attribute), attribute.startswith("_attend")
+    launch = row_kernels.of_heads(128, 128, 2) if attends else row_kernels.SUM if name == "sum" else row_kernels.GEMM
+    options = {option: value for option, value in launch.items() if option not in kernel.arg_names}
+    constants = constants | {each: value for each, value in launch.items() if each in kernel.arg_names}
     assert {each for each in OF_BATCHES if each in kernel.arg_names} == set(kernel.do_not_specialize or ())
     signature = {each: "constexpr" if each in constants else types.get(each, "i32") for each in kernel.arg_names}
     aligned = [each for each, kind in signature.items() if kind != "constexpr" and each not in (*OF_BATCHES, "scale")]
     attributes = {(kernel.arg_names.index(each),): [["tt.divisibility", 16]] for each in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    attends = attribute.startswith("_attend")
-    options = {"num_warps": 8 if attends else 4, "num_stages": 1 if attends else 3, **row_kernels._EXACT}
     made: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     given = [kind for kind in signature.values() if kind != "constexpr"]
     code = _read(made.asm["cubin"], made.asm["ptx"], given, shared=made.metadata.shared, configuration="")
